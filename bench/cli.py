@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from weft.bench import shapes
 from weft.bench.registry import SUITES
-from weft.cli import at_least, device_and_ranks, make_folder, several
+from weft.cli import Parser, at_least, device_and_ranks, make_folder, several
 
 if TYPE_CHECKING:
     from weft.bench.problem import Options
@@ -26,6 +26,7 @@ _COMMANDS = {
     "memory": "weft.bench.commands.memory",
     "published": "weft.bench.published.command",
     "solo": "weft.bench.solo.command",
+    "host": "weft.bench.host.command",
 }
 _WITH_ENGINES = {"ops", "scaling"}
 _EPILOG = """\
@@ -35,6 +36,7 @@ commands (each has its own --help):
   compare A B         what changed between two results; fails past --max-regression
   explain OP M N K W  the cost model's reasoning for one shape, beside the measured times
   solo                a rank's true kernels of a group of W, alone on a whole chip
+  host                what the host takes to enqueue a call, on a driver that runs nothing
   memory              peak memory of a rank in attention over longer and longer sequences
   published [FILE]    the model's times beside those that others have published
   calibrate           measure this machine's rates again, from which auto chooses
@@ -92,7 +94,7 @@ def _run(given: list[str]) -> int:
     if args.engines and SUITES.keys() - _WITH_ENGINES >= set(named):
         parser.error(f"--engines is of ops and scaling: {', '.join(named)} would not heed it")
     try:
-        wanted = registry.named(named)
+        wanted = registry.suites_named(named)
         names = [spec.name for each in wanted for spec in each.cases(options)]
         if not any(options.filter in name for name in names):
             raise ValueError(f"--filter {options.filter!r}: no case has that, but {names[0]!r} ...")
@@ -150,14 +152,13 @@ def machine_options(args: argparse.Namespace, parser: argparse.ArgumentParser) -
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="weft bench",
-        description=__doc__,
+    parser = Parser(
+        "weft bench",
+        __doc__,
         epilog=_EPILOG.format(
             suites="".join(f"  {name:<14}{about}\n" for name, about in SUITES.items()),
             models=", ".join(shapes.MODELS),
         ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "suites", nargs="*", metavar="SUITE", help="what to time (ops), or a .py file of your own"

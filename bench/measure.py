@@ -47,7 +47,7 @@ def time_limit(until: float | None) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-class Ranks:
+class TimedRanks:
     """What the ranks of a run share: a clock, and a way to exchange results."""
 
     def __init__(self, options: Options, progress: Callable[[Any], None]) -> None:
@@ -86,7 +86,7 @@ class Ranks:
         return device_us(lambda: call(number)) * 1e-6, 0.0
 
 
-def run_case(suite: Suite, spec: Spec, options: Options, ranks: Ranks) -> Case:
+def run_case(suite: Suite, spec: Spec, options: Options, ranks: TimedRanks) -> Case:
     world_size = options.ranks if suite.WORLD == "ranks" else 1
     case = Case(suite.NAME, spec.name, {**spec.params, "ranks": world_size})
     prepared, case.failure, _ = _attempt(lambda: suite.prepare(spec, options), ranks)
@@ -118,7 +118,7 @@ def run_case(suite: Suite, spec: Spec, options: Options, ranks: Ranks) -> Case:
     return case
 
 
-def _ask(case: Case, prepared: Prepared, ranks: Ranks) -> None:
+def _ask(case: Case, prepared: Prepared, ranks: TimedRanks) -> None:
     """Fill in the times of a case whose calls know them."""
     for kind, calls in ((case.variants, prepared.variants), (case.bounds, prepared.bounds)):
         for name, call in calls.items():
@@ -130,7 +130,7 @@ def _ask(case: Case, prepared: Prepared, ranks: Ranks) -> None:
         case.variants[name] = Timing(failure=why)
 
 
-def _attempt(call: Callable[[], Any], ranks: Ranks) -> tuple[Any, str, list[Decision]]:
+def _attempt(call: Callable[[], Any], ranks: TimedRanks) -> tuple[Any, str, list[Decision]]:
     """The value of a call, or why it raised, the same on every rank.
 
     Raises:
@@ -157,7 +157,7 @@ def _attempt(call: Callable[[], Any], ranks: Ranks) -> tuple[Any, str, list[Deci
 
 
 def _checked(
-    call: Call, prepared: Prepared, expected: list[torch.Tensor] | None, ranks: Ranks
+    call: Call, prepared: Prepared, expected: list[torch.Tensor] | None, ranks: TimedRanks
 ) -> Timing:
     """A timing without a time: how far the variant's result is from the oracle's."""
     value, failure, decisions = _attempt(lambda: prepared.observe(call(0)), ranks)
@@ -194,7 +194,7 @@ def deviation(got: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
 
 
 def _time(
-    case: Case, calls: Mapping[str, Call], prepared: Prepared, options: Options, ranks: Ranks
+    case: Case, calls: Mapping[str, Call], prepared: Prepared, options: Options, ranks: TimedRanks
 ) -> None:
     """Fill in the times of a case's variants and bounds, on every rank."""
     if not calls:

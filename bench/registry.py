@@ -60,7 +60,7 @@ def _in_file(path: Path) -> Suite:
     return found
 
 
-def named(names: Sequence[str]) -> list[Suite]:
+def suites_named(names: Sequence[str]) -> list[Suite]:
     """The suites of these names, each once; "all" is every one of weft's."""
     every = [each for name in names for each in (SUITES if name == "all" else (name,))]
     return [suite(name) for name in dict.fromkeys(every)]

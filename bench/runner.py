@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ import torch
 
 from weft import settings
 from weft.bench.environment import environment
-from weft.bench.measure import Ranks, run_case, short
+from weft.bench.measure import TimedRanks, run_case, short
 from weft.bench.problem import Options, Spec, Suite
 from weft.bench.rows import Case, Result
 from weft.launch import RankError, launch
@@ -67,9 +68,8 @@ def run(
                     for spec in suite.cases(options)
                     if options.filter in spec.name and wanted(suite, spec)
                 ]
-                run = _Run(todo, ranks, options, command, progress, on_result, on_case, results)
-                run.on_begin, run.around = on_begin, around
-                run.until_done()
+                told = on_result, on_case, on_begin
+                _Run(todo, ranks, options, command, progress, results, *told, around).until_done()
         except KeyboardInterrupt:
             if not results:  # before the first case
                 raise
@@ -110,26 +110,21 @@ class _NoBar:
     def remove_task(self, *args: Any) -> None: ...
 
 
+@dataclass
 class _Run:
     """Cases that share one set of ranks, which is replaced when it breaks."""
 
-    def __init__(
-        self,
-        todo: Sequence[tuple[Suite, Spec]],
-        ranks: int,
-        options: Options,
-        command: str,
-        progress: Any,
-        on_result: Callable[[Result], None],
-        on_case: Callable[[Case], None],
-        results: list[Result],
-    ) -> None:
-        self.ranks, self.options, self.progress = ranks, options, progress
-        self.on_result, self.on_case, self.results = on_result, on_case, results
-        self.command = command
-        self.todo, self.done = todo, 0
-        self.on_begin: Callable[[str], None] = lambda name: None
-        self.around: Around = nullcontext
+    todo: Sequence[tuple[Suite, Spec]]
+    ranks: int
+    options: Options
+    command: str
+    progress: Any
+    results: list[Result]
+    on_result: Callable[[Result], None]
+    on_case: Callable[[Case], None]
+    on_begin: Callable[[str], None]
+    around: Around
+    done: int = 0
 
     def until_done(self) -> None:
         """Run all cases; raises nothing but KeyboardInterrupt."""
@@ -209,7 +204,7 @@ def _rank_main(
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     torch.manual_seed(0)
-    ranks = Ranks(options, progress)
+    ranks = TimedRanks(options, progress)
     with around(rank):
         for module, spec in todo:
             suite: Any = importlib.import_module(module)

@@ -75,28 +75,16 @@ class Model:
 MODELS = {
     model.name: model
     for model in (
-        Model(
-            "llama-3-8b", 4096, 14336, 32, 8, 128,
-            "config.json of meta-llama/Meta-Llama-3-8B",
-        ),
-        Model(
-            "llama-3-70b", 8192, 28672, 64, 8, 128,
-            "config.json of meta-llama/Meta-Llama-3-70B",
-        ),
-        Model(
-            "llama-3-405b", 16384, 53248, 128, 8, 128,
-            "arXiv:2407.21783, table 3; config.json of meta-llama/Llama-3.1-405B",
-        ),
-        Model(
-            "qwen2-72b", 8192, 29568, 64, 8, 128,
-            "arXiv:2407.10671, table 1; config.json of Qwen/Qwen2-72B",
-        ),
+        Model("llama-3-8b", 4096, 14336, 32, 8, 128, "config.json of meta-llama/Meta-Llama-3-8B"),
+        Model("llama-3-70b", 8192, 28672, 64, 8, 128, "config.json of meta-llama/Meta-Llama-3-70B"),
+        Model("llama-3-405b", 16384, 53248, 128, 8, 128,
+              "arXiv:2407.21783, table 3; config.json of meta-llama/Llama-3.1-405B"),
+        Model("qwen2-72b", 8192, 29568, 64, 8, 128,
+              "arXiv:2407.10671, table 1; config.json of Qwen/Qwen2-72B"),
         # Latent attention: what is sharded are the projections from and to 128 heads of 128
         # features. The feed-forward layer is that of the first three, dense, layers.
-        Model(
-            "deepseek-v3", 7168, 18432, 128, 128, 128,
-            "arXiv:2412.19437, section 4.2; config.json of deepseek-ai/DeepSeek-V3",
-        ),
+        Model("deepseek-v3", 7168, 18432, 128, 128, 128,
+              "arXiv:2412.19437, section 4.2; config.json of deepseek-ai/DeepSeek-V3"),
     )
 }  # fmt: skip
 

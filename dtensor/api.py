@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from weft.dtensor.layout.boxes import (
     Layout,
-    Ranks,
+    StandInMesh,
     check_dense,
     contiguous_stride,
     layout_of,
@@ -112,7 +112,7 @@ def _source(layout: Layout, src_data_rank: int | None) -> Layout:
         )
     rank, kept = layout.place.ranks[index], layout.place.meshes_of_one
     if rank not in kept:
-        kept[rank] = Ranks(torch.tensor([rank]))
+        kept[rank] = StandInMesh(torch.tensor([rank]))
     return layout_of(kept[rank], (Replicate(),), layout.shape, layout.stride, layout.dtype)
 
 

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from weft.dtensor.dispatch import discovery
-from weft.dtensor.dispatch.call import Call, Choices, Meta, Strategy, rules_of_overloads
+from weft.dtensor.dispatch.call import Choices, Meta, OpCall, Strategy, rules_of_overloads
 from weft.dtensor.dispatch.dispatch import forget_plans
 from weft.dtensor.fused.context_parallel import context_parallel, context_parallel_unshard
 from weft.dtensor.layout.boxes import Layout, normalize, show
@@ -184,7 +184,7 @@ def register_sharding(op: Any) -> Callable[[Callable[..., Any]], Callable[..., A
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        def sharding(call: Call) -> Choices:
+        def sharding(call: OpCall) -> Choices:
             strategies = []
             for outputs, inputs in function(*call.args, **call.kwargs):
                 results = [p for p in outputs if p is not None]
@@ -239,7 +239,7 @@ def _valid(
     return tuple(normalize([placement], len(t.shape), 1)[0] for placement, t in pairs)
 
 
-def _per_tensor(call: Call, placements: Sequence[Placement | None]) -> list[Placement]:
+def _per_tensor(call: OpCall, placements: Sequence[Placement | None]) -> list[Placement]:
     """The placements of the tensors among the flattened arguments."""
     flat, _ = pytree.tree_flatten([call.args, call.kwargs])
     positional = len(pytree.tree_flatten(list(call.args))[0])

@@ -34,11 +34,11 @@ from weft.dtensor.move.local_parts import check_parts, layout_of_parts
 from weft.dtensor.move.redistribute import Arriving, move, move_async
 from weft.dtensor.tracing.exporting import refuse_export
 from weft.dtensor.tracing.grad_recording import (
-    check_untransformed,
+    apply,
+    check_outside_func,
     is_nothing,
     needs_grad,
     no_function,
-    record,
 )
 
 if TYPE_CHECKING:
@@ -104,11 +104,7 @@ class DTensor(torch.Tensor):
     @staticmethod
     @torch._disable_dynamo  # type: ignore[attr-defined]  # it would look at what is half made
     def __new__(
-        cls,
-        local_tensor: torch.Tensor,
-        spec: Layout | DTensorSpec,
-        *,
-        requires_grad: bool = False,
+        cls, local_tensor: torch.Tensor, spec: Layout | DTensorSpec, *, requires_grad: bool = False
     ) -> DTensor:
         """Wrap `local_tensor` as this rank's part of `spec`. No communication, no autograd."""
         layout = spec if isinstance(spec, Layout) else layout_of_spec(spec)
@@ -249,7 +245,7 @@ class DTensor(torch.Tensor):
             target = layout_of(mesh, wanted, layout.shape, layout.stride, layout.dtype)
         if layout == target and forward_dtype in (None, layout.dtype) and needs_grad(self):
             # Nothing moves, but the gradient must get the tensor's placements, however it arrives.
-            return cast(DTensor, record(_Redistribute, self, target, backward_dtype, False))
+            return cast(DTensor, apply(_Redistribute, self, target, backward_dtype, False))
         return redistributed(self, target, forward_dtype, backward_dtype, async_op)
 
     @property
@@ -431,7 +427,7 @@ def _from_local(
             "from_local takes the local torch.Tensor, got a DTensor: use redistribute"
         )
     check_dense("from_local", local_tensor)
-    check_untransformed()
+    check_outside_func()
     if (shape is None) != (stride is None):
         raise RuntimeError("from_local: Please pass both shape and stride at the same time.")
     mesh = mesh_or_current(device_mesh)
@@ -462,7 +458,7 @@ def _from_local(
         grad_placements = normalize(grad_placements, local_tensor.ndim, mesh.ndim)
     if needs_grad(local_tensor):
         wanted = layout.gradient_placements if grad_placements is None else grad_placements
-        return cast(DTensor, record(_FromLocal, local_tensor, value, layout, wanted))
+        return cast(DTensor, apply(_FromLocal, local_tensor, value, layout, wanted))
     return wrap(value, layout)
 
 
@@ -539,7 +535,7 @@ def local_part(
     The gradient is not moved back: it is placed as `grad_placements` say.
     """
     if needs_grad(tensor):
-        return cast(torch.Tensor, record(_ToLocal, tensor, grad_placements, target))
+        return cast(torch.Tensor, apply(_ToLocal, tensor, grad_placements, target))
     return tensor._local_tensor if target is None else local_as(tensor, target)
 
 
@@ -554,7 +550,7 @@ def as_global(local: torch.Tensor, layout: Layout) -> DTensor:
     """The DTensor whose local tensor is `local`; differentiable."""
     if local.requires_grad:
         wanted = layout.gradient_placements
-        return cast(DTensor, record(_FromLocal, local, local.detach(), layout, wanted))
+        return cast(DTensor, apply(_FromLocal, local, local.detach(), layout, wanted))
     return wrap(local, layout)
 
 
@@ -584,7 +580,7 @@ def redistributed(
     if forward_dtype is not None:
         target = target.with_dtype(forward_dtype)
     if needs_grad(tensor):
-        return cast(DTensor, record(_Redistribute, tensor, target, backward_dtype, async_op))
+        return cast(DTensor, apply(_Redistribute, tensor, target, backward_dtype, async_op))
     local = tensor._local_tensor.to(target.dtype)
     return _as_placed(local, layout.with_dtype(target.dtype), target, async_op)
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 import weft
 from weft.demo.data import standard_library
-from weft.demo.model import Llama, Shape
+from weft.demo.model import Llama, LlamaShape
 from weft.dtensor import init_device_mesh
 from weft.dtensor.experimental import context_parallel
 
@@ -30,7 +30,7 @@ def train(seq_len: int, steps: int) -> list[tuple[float, float]]:
     mesh = init_device_mesh("cpu", (world_size,))
     corpus = standard_library()
     torch.manual_seed(0)  # the same weights on every rank
-    shape = Shape(d_model=64, layers=2, heads=4, kv_heads=2, ffn=128, seq_len=seq_len)
+    shape = LlamaShape(d_model=64, layers=2, heads=4, kv_heads=2, ffn=128, seq_len=seq_len)
     plain = Llama(shape)
     model = copy.deepcopy(plain)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, plain)]

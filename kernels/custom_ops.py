@@ -42,6 +42,7 @@ from weft.kernels.engine.engines import choose
 from weft.kernels.engine.local_matmul import as_rows, conjugated, matmul
 from weft.kernels.matmul import all_gather as gather
 from weft.kernels.matmul import all_reduce, reduce_scatter
+from weft.kernels.matmul.gather_engines import GatherGradient, generic_backward, run_backward
 from weft.kernels.norm import rms_norm
 
 _ops: Any = torch.ops.weft
@@ -151,18 +152,18 @@ def _all_gather_matmul_backward(
     gather_dim %= x.ndim
     engine = choose(gather.gather_problem(x, weights, gather_dim, sizes), group, x.device)
     if engine == "generic":
-        given = gather.Gradient(x, weights, dys, dgathered, group, sizes, needs_x, needs_w)
-        dx, dws = gather.generic_backward(given, gather_dim)
+        given = GatherGradient(x, weights, dys, dgathered, group, sizes, needs_x, needs_w)
+        dx, dws = generic_backward(given, gather_dim)
     else:
         front = x.movedim(gather_dim, 0)
         rows = [size * front.shape[1:-1].numel() for size in sizes]
-        given = gather.Gradient(
+        given = GatherGradient(
             _flat(x, gather_dim), weights,
             [_flat(dy, gather_dim).contiguous() for dy in dys],
             None if dgathered is None else _flat(dgathered, gather_dim),
             group, rows, needs_x, needs_w,
         )  # fmt: skip
-        dx, dws = gather.run_backward(engine, given)
+        dx, dws = run_backward(engine, given)
         dx = None if dx is None else dx.view(front.shape).movedim(0, gather_dim)
     return _needed([dx, *dws], [x, *weights], needs)
 
@@ -256,7 +257,7 @@ def _matmul_reduce_scatter_backward(
     else:
         front = x.movedim(scatter_dim, 0)
         rows = [size * front.shape[1:-1].numel() for size in sizes]
-        given = reduce_scatter.Gradient(
+        given = reduce_scatter.ScatterGradient(
             _flat(x, scatter_dim), w, _flat(dy, scatter_dim).contiguous(), group, rows, average,
             needs,
         )  # fmt: skip
@@ -323,7 +324,7 @@ def _sum_rms_norm_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, weight, _, group_name, eps, dim = inputs
     ctx.save_for_backward(output[1], weight)
     sizes = chunk_sizes(x.shape[dim], world_of(group_name)[1])
-    ctx.call = rms_norm.Call(group_name, sizes, eps, dim)
+    ctx.call = rms_norm.NormCall(group_name, sizes, eps, dim)
 
 
 def _sum_rms_norm_grads(

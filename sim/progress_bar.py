@@ -1,4 +1,4 @@
-"""A progress bar for runs of many schedules, on an interactive terminal."""
+"""A progress bar for what takes long, on an interactive terminal."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _SHOW_AFTER_S = 1.0
 
 
 @contextmanager
-def progress(total: int | None) -> Iterator[Callable[[], None]]:
-    """Yields what to call after each schedule; `total` is None if their number is not known.
+def progress(total: int | None, of: str = "schedules") -> Iterator[Callable[[], None]]:
+    """Yields what to call after each of so many; `total` is None if their number is not known.
 
     Needs rich, and says nothing without it, off a terminal, and in short runs.
     """
@@ -31,7 +31,7 @@ def progress(total: int | None) -> Iterator[Callable[[], None]]:
     )
 
     bar = Progress(
-        TextColumn("schedules"),
+        TextColumn(of),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),

@@ -57,6 +57,7 @@ FAST = {
     "bench/report": ["test_bench.py::test_old_files_are_refused"],
     "bench/commands": ["test_bench_commands.py::test_doctor_knows_what_weft_reads"],
     "bench/published": ["test_published.py"],
+    "bench/host": ["test_bench_host.py"],
     "bench/solo": ["test_solo.py::test_rates_of_tiles_follow_from_the_figures"],
 }
 

@@ -1,6 +1,6 @@
 """Launch the cases of `weft aot` through Triton's own launcher, on a driver that runs nothing.
 
-    python tests/launching.py LIBRARY_FOLDER DTYPE [CASE ...]
+    python tests/launching.py DTYPE [CASE ...]
 
 Where the compiled kernel has its parameters is compared with the arguments that the launch was
 given: tensors in named tuples, descriptors, numbers that became constants, what is None. Prints a
@@ -19,28 +19,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.driver import CudaDriver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from weft.bench.host import driver
 from weft.kernels.compile.aot_cases import Launch, launches
 from weft.kernels.engine.chips import known
 from weft.sim.time.compiling import with_tensors
 
 _BYTES = {"i1": 1, "u1": 1, "i32": 4, "i64": 8, "fp32": 4}
-_HOOK = ctypes.CFUNCTYPE(None, ctypes.c_uint64, ctypes.POINTER(ctypes.c_void_p))
+HOOK = ctypes.CFUNCTYPE(None, ctypes.c_uint64, ctypes.POINTER(ctypes.c_void_p))
 _ARENA = torch.zeros(1 << 18, dtype=torch.uint8)
-
-
-class _Driver(CudaDriver):  # type: ignore[misc]  # Triton ships no types
-    def __init__(self) -> None:
-        super().__init__()
-        self.get_current_device = lambda: 0
-        self.get_current_stream = lambda device: 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
 
 
 def placed(given: dict[str, Any]) -> dict[str, Any]:
@@ -80,7 +68,7 @@ def parameter_sizes(ptx: str) -> list[int]:
     return [int(count) if count else int(bits) // 8 for bits, count in found]
 
 
-def main(folder: str, dtype: str, cases: Sequence[str]) -> None:
+def main(dtype: str, cases: Sequence[str]) -> None:
     seen: list[bytes] = []
     sizes: dict[int, list[int]] = {}
 
@@ -103,9 +91,8 @@ def main(folder: str, dtype: str, cases: Sequence[str]) -> None:
         return next((f"parameter {i}: {got!r}, not {want!r}" for i, (got, want) in pairs
                      if got != want), "")  # fmt: skip
 
-    library, hook = ctypes.CDLL(f"{folder}/libcuda.so.1"), _HOOK(on_launch)
+    library, hook = driver.activate(), HOOK(on_launch)
     library.stub_on_launch(hook)
-    triton.runtime.driver.set_active(_Driver())
     told = {
         f"{launch.kernel.__name__}: {case}": wrong(launch)
         for case, launch in launches(known("sm_90"), getattr(torch, dtype))
@@ -115,4 +102,4 @@ def main(folder: str, dtype: str, cases: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3:])
+    main(sys.argv[1], sys.argv[2:])

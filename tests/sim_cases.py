@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from mutants import mutant
 
 import weft
 from weft import collectives
@@ -34,7 +35,6 @@ from weft.kernels.matmul import (
     two_shot_kernel,
 )
 from weft.kernels.norm import rms_norm_launch
-from weft.sim.check.mutants import mutant
 
 CALLS = 3  # the third uses the first one's half again
 

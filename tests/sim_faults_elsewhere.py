@@ -155,7 +155,7 @@ IN_COLLECTIVES = [
 HALF_OF_KEYS = "half = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, dtype)"
 WAIT_KEYS = "link.signal_ptrs, rank, WORLD_SIZE, 0, source, program, generation, link.timeout_ns"
 FETCHED = "                fetch_shard(ring, source, SHAPE)"
-ANNOUNCE = "                announce(ring, source, SHAPE)\n"
+ANNOUNCE = "                announce_source(ring, source, SHAPE)\n"
 
 IN_ATTENTION = [
     fault(
@@ -229,8 +229,8 @@ IN_ATTENTION = [
     fault(
         "gradients of keys overlap the keys",
         ring_dkv,
-        "half + slots.offset // 4 + source",
-        "half + source",
+        "area_ptr(ring, owner, slots.offset, ",
+        "area_ptr(ring, owner, 0, ",
         BACKWARD,
         (RACE, AssertionError),
     ),
@@ -252,8 +252,9 @@ IN_ATTENTION = [
     fault(
         "queries are published after the signal",
         heads_kernel,
-        "    publish_keys(ring, SHAPE)\n",
-        "    publish_keys(ring, SHAPE)\n        signal_published(ring, SHAPE)\n",
+        "    ring_keys.publish_keys(ring, SHAPE)\n",
+        "    ring_keys.publish_keys(ring, SHAPE)\n"
+        "        ring_keys.signal_published(ring, SHAPE)\n",
         HEADS[:1],
     ),
     fault(

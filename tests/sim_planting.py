@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
+from mutants import mutant
 from sim_cases import COLLECTIVES, DIRECT, HOST, KERNELS, OURS, Modules
 from sim_faults import BOUNDS, DEADLOCK, EVERY, IN_KERNELS, IN_SIGNALS, RACE, Fault
 from sim_faults_elsewhere import (
@@ -46,11 +47,11 @@ from weft.kernels.flash import (
     ring_grad_kernel,
     ring_kernel,
     ring_keys,
+    ring_tables,
 )
 from weft.kernels.heads import head_dkv, head_queries, head_units
 from weft.kernels.matmul import all_gather_kernel, one_shot_kernel
 from weft.kernels.norm import rms_norm_kernel
-from weft.sim.check.mutants import mutant
 
 CASES = KERNELS | COLLECTIVES | HOST
 RANKS, SCHEDULES = 3, 200
@@ -69,6 +70,7 @@ PARTS = (
     rms_norm_kernel,
     summed_tiles,
     one_shot_kernel,
+    ring_tables,
     ring_call,
     ring_keys,
     grad_tiles,

@@ -41,7 +41,7 @@ import torch
 from tools import gpu_page, gpu_report, gpu_steps
 from tools.gpu_report import append
 from tools.gpu_steps import STEPS, Plan
-from weft.cli import make_folder
+from weft.cli import Parser, make_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTHING_TO_DO = (
@@ -121,7 +121,7 @@ def _place(step: str, run: Mapping[str, Any]) -> str:
     return str(run.get("chip")) if STEPS[step].figures else ""
 
 
-def read(record: Path) -> Outcomes:
+def read_record(record: Path) -> Outcomes:
     """The outcomes in a file; the last line may be half written."""
     outcomes = Outcomes()
     for line in record.read_text(errors="replace").splitlines() if record.exists() else ():
@@ -178,28 +178,26 @@ class Said:
         self.end = (self.end + text)[-_WHY_CHARACTERS:]
 
 
+@dataclass
 class Slice:
     """One run of the command."""
 
-    def __init__(
-        self,
-        folder: Path,
-        device: Any,
-        quick: bool,
-        until: float,
-        log: Log,
-        wanted: Callable[[str, str], bool],
-        again: bool,
-    ) -> None:
-        self.folder, self.device, self.quick = folder, device, quick
-        self.until, self.log, self.wanted, self.again = until, log, wanted, again
-        self.record = folder / FILES[0]
+    folder: Path
+    device: Any
+    quick: bool
+    until: float
+    log: Log
+    wanted: Callable[[str, str], bool]
+    again: bool
+
+    def __post_init__(self) -> None:
+        self.record = self.folder / FILES[0]
         if self.record.exists() and not self.record.read_bytes().endswith(b"\n"):
             with open(self.record, "a") as file:
                 file.write("\n")
-        self.run = gpu_page.where(device) | {"sources": sources(), "cache": cache_name()}
+        self.run = gpu_page.where(self.device) | {"sources": sources(), "cache": cache_name()}
         append(self.record, {"run": self.run})
-        self.outcomes = read(self.record)
+        self.outcomes = read_record(self.record)
         self._size = self.record.stat().st_size
         self._written = time.monotonic()
         self._now: set[tuple[str, str]] = set()  # ended in this slice
@@ -295,7 +293,7 @@ class Slice:
             under_way = cases[:1]  # it could not begin
         for case in under_way:
             why = f"{said.end}the process ended with {gpu_page.status(code)}"
-            launches = gpu_report.Launches(Path(self._scratch)).read()
+            launches = gpu_report.LastLaunches(Path(self._scratch)).read()
             entry = {"outcome": "failed", "seconds": 0, "why": why, "launches": launches}
             append(self.record, {"step": step, "case": case, **entry})
         self._hear()
@@ -341,7 +339,7 @@ class Slice:
             if "outcome" in entry:
                 if entry["outcome"] != "cut":
                     self._now.add((entry["step"], entry["case"]))
-                self.log.write(gpu_page.said(entry, self.device, self.quick))
+                self.log.write(gpu_page.outcome_lines(entry, self.device, self.quick))
         if time.monotonic() - self._written >= _PAGE_S:
             self.write()
 
@@ -356,17 +354,10 @@ class Slice:
 
 def _parser() -> argparse.ArgumentParser:
     about = "\n".join(f"    {step.name:<10} {step.about}" for step in STEPS.values())
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.gpu",
-        description=(__doc__ or "").format(steps=about),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("python -m tools.gpu", (__doc__ or "").format(steps=about))
     parser.add_argument("--minutes", type=float, default=30.0, metavar="N", help="end by then (30)")
     parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="where results are kept (--resume, out/gpu)",
+        "--out", type=Path, metavar="DIR", help="where results are kept (--resume, out/gpu)"
     )
     parser.add_argument(
         "--resume", type=Path, metavar="DIR",

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 import weft
 from weft import collectives
+from weft.bench.blocks.causal import causal_attention
 from weft.bench.measure import deviation
 from weft.bench.suites.ops import TOLERANCE
 from weft.collectives.ranks.group import resolve
@@ -69,7 +70,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Work:
+class RankCall:
     """A call on one rank, ready to be made; `tolerance` is relative to the largest value."""
 
     inputs: list[Tensors]
@@ -82,7 +83,9 @@ def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.double() @ b.double()
 
 
-def _gather(place: Place, *, kind: str = "", rows: int = 128, K: int = 256, N: int = 320) -> Work:
+def _gather(
+    place: Place, *, kind: str = "", rows: int = 128, K: int = 256, N: int = 320
+) -> RankCall:
     """all_gather_matmul; `kind`: "swiglu", "backward", or nothing."""
     W, dtype = place.world_size, torch.float32 if kind == "fp32" else torch.bfloat16
     if place.small:
@@ -121,10 +124,10 @@ def _gather(place: Place, *, kind: str = "", rows: int = 128, K: int = 256, N: i
         def oracle(i: int) -> Tensors:
             return [_mm(wholes[i], w)]
 
-    return Work(inputs, op, oracle, TOLERANCE[dtype])
+    return RankCall(inputs, op, oracle, TOLERANCE[dtype])
 
 
-def _gather_fp8(place: Place) -> Work:
+def _gather_fp8(place: Place) -> RankCall:
     W, (rows, K, N) = place.world_size, (16, 32, 32) if place.small else (128, 256, 384)
     fp8 = torch.float8_e4m3fn
     wholes = [place.drawn(i, W * rows, K).to(fp8) for i in range(SETS)]
@@ -140,12 +143,12 @@ def _gather_fp8(place: Place) -> Work:
         return [_mm(wholes[i], w) * 0.125]
 
     inputs = [[wholes[i].view(torch.uint8).chunk(W)[place.rank].view(fp8)] for i in range(SETS)]
-    return Work(inputs, op, oracle, TOLERANCE[torch.bfloat16])
+    return RankCall(inputs, op, oracle, TOLERANCE[torch.bfloat16])
 
 
 def _sums(
     place: Place, *, name: str, rows: int = 128, N: int = 384, K: int = 192, backward: bool = False
-) -> Work:
+) -> RankCall:
     """matmul_reduce_scatter and matmul_all_reduce, of `rows` a rank."""
     W, scatters = place.world_size, name == "matmul_reduce_scatter"
     if place.small:
@@ -173,10 +176,10 @@ def _sums(
         return [cut(total), _mm(dy, w.t()), _mm(lefts[i][place.rank].t(), dy)]
 
     inputs = [[each[place.rank], w] for each in lefts]
-    return Work(inputs, op, oracle, TOLERANCE[torch.bfloat16])
+    return RankCall(inputs, op, oracle, TOLERANCE[torch.bfloat16])
 
 
-def _norm(place: Place) -> Work:
+def _norm(place: Place) -> RankCall:
     W, (rows, H) = place.world_size, (8, 32) if place.small else (16, 2048)
     terms = [[place.drawn(50 * i + r, rows, H) for r in range(W)] for i in range(SETS)]
     weight, before = place.drawn(1000, H), place.drawn(1001, rows, H)
@@ -194,19 +197,10 @@ def _norm(place: Place) -> Work:
         return [y, part(h)]
 
     inputs = [[each[place.rank], part(before)] for each in terms]
-    return Work(inputs, op, oracle, TOLERANCE[torch.bfloat16])
+    return RankCall(inputs, op, oracle, TOLERANCE[torch.bfloat16])
 
 
-def _attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention in float64, key heads shared by groups of query heads."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = q @ k.mT * q.shape[-1] ** -0.5
-    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-    out: torch.Tensor = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
-    return out
-
-
-def _attention(place: Place, *, name: str) -> Work:
+def _attention(place: Place, *, name: str) -> RankCall:
     """ring_attention in zigzag order and ulysses_attention, with their gradients."""
     W, zigzag = place.world_size, name == "ring_attention"
     H, H_kv, D, rows = (8, 2, 64, 96)
@@ -234,17 +228,13 @@ def _attention(place: Place, *, name: str) -> Work:
         return [out.detach(), *torch.autograd.grad(out, leaves, given[3])]
 
     def oracle(i: int) -> Tensors:
-        leaves = [x.double().requires_grad_() for x in wholes[i][:3]]
-        with torch.enable_grad():
-            out = _attended(*leaves)
-            grads = torch.autograd.grad(out, leaves, wholes[i][3].double())
-        return [part(x.detach()) for x in (out, *grads)]
+        return [part(x) for x in causal_attention(*wholes[i])]
 
     inputs = [[part(x) for x in each] for each in wholes]
-    return Work(inputs, op, oracle, 4e-2)
+    return RankCall(inputs, op, oracle, 4e-2)
 
 
-def _decode(place: Place, *, shard: str) -> Work:
+def _decode(place: Place, *, shard: str) -> RankCall:
     """append_to_cache of the last tokens, and flash_decode of them."""
     W = place.world_size
     B, H, H_kv, D, blocks, P = (2, 8, 8, 16, 1, 4) if place.small else (3, 16, 8, 64, 4, 16)
@@ -275,19 +265,19 @@ def _decode(place: Place, *, shard: str) -> Work:
     def oracle(i: int) -> Tensors:
         found = []
         for b, length in enumerate(lengths.tolist()):
-            k, v = (x[b : b + 1, :, :length].double() for x in wholes[i])
-            q = queries[i][b : b + 1].double()
-            before = q.new_zeros(1, H, length - T, D)
-            found.append(_attended(torch.cat([before, q], 2), k, v)[:, :, -T:])
+            k, v = (x[b : b + 1, :, :length] for x in wholes[i])
+            before = queries[i].new_zeros(1, H, length - T, D)
+            q = torch.cat([before, queries[i][b : b + 1]], 2)
+            found.append(causal_attention(q, k, v)[0][:, :, -T:])
         return [torch.cat(found)]
 
     inputs = [
         [q, *map(new, both), *map(cache, both)] for q, both in zip(queries, wholes, strict=True)
     ]
-    return Work(inputs, op, oracle, 4e-2)
+    return RankCall(inputs, op, oracle, 4e-2)
 
 
-def _collective(place: Place, *, name: str) -> Work:
+def _collective(place: Place, *, name: str) -> RankCall:
     """Of small integers, whose sums are exact in any order."""
     W, each = place.world_size, 96 if place.small else 3000
     terms = [
@@ -306,10 +296,10 @@ def _collective(place: Place, *, name: str) -> Work:
             "all_to_all": lambda: [torch.cat([place.mine(x) for x in every])],
         }[name]()
 
-    return Work([[x[place.rank]] for x in terms], op, oracle, 0.0)
+    return RankCall([[x[place.rank]] for x in terms], op, oracle, 0.0)
 
 
-def _pull(place: Place) -> Work:
+def _pull(place: Place) -> RankCall:
     """A sum of DTensors that is cut by columns: one pull from all peers."""
     W, rows = place.world_size, 16 if place.small else 256
     terms = [
@@ -325,10 +315,10 @@ def _pull(place: Place) -> Work:
     def oracle(i: int) -> Tensors:
         return [place.mine(torch.stack(terms[i]).double().sum(0), 1)]
 
-    return Work([[x[place.rank]] for x in terms], op, oracle, 0.0)
+    return RankCall([[x[place.rank]] for x in terms], op, oracle, 0.0)
 
 
-CALLS: dict[str, Callable[[Place], Work]] = {
+CALLS: dict[str, Callable[[Place], RankCall]] = {
     **{
         name: partial(_collective, name=name)
         for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -359,11 +349,11 @@ _BESIDE = {"all_gather_matmul": "all_reduce", "ring_attention": "matmul_reduce_s
 _ALONE = ("all_gather_matmul-engines",)
 
 
-def named(world_sizes: Sequence[int], ways: Sequence[str]) -> list[str]:
+def case_names(world_sizes: Sequence[int], ways: Sequence[str]) -> list[str]:
     """The names of the cases: ranks, way and call.
 
     Example:
-        named([4], ["plain"]) begins with "W4/plain/all_reduce".
+        case_names([4], ["plain"]) begins with "W4/plain/all_reduce".
     """
     calls: dict[str, Sequence[str]] = {"streams": list(_BESIDE), "mixed": ["all"]}
     return [
@@ -438,7 +428,7 @@ def make_once(name: str, place: Place) -> None:
 
 
 def _late(
-    name: str, works: dict[str, Work], place: Place, chance: random.Random
+    name: str, works: dict[str, RankCall], place: Place, chance: random.Random
 ) -> list[tuple[str, int, Tensors]]:
     times = _IN_A_ROW // (3 if place.small else 1)
     order = [(call, i % SETS) for i in range(times) for call in works]
@@ -464,7 +454,7 @@ def be_late() -> None:
 
 
 def _streams(
-    name: str, works: dict[str, Work], place: Place, chance: random.Random
+    name: str, works: dict[str, RankCall], place: Place, chance: random.Random
 ) -> list[tuple[str, int, Tensors]]:
     main = torch.cuda.current_stream()
     streams = {call: torch.cuda.Stream() for call in works}
@@ -485,7 +475,7 @@ def _streams(
 
 
 def _graph(
-    name: str, works: dict[str, Work], place: Place, chance: random.Random
+    name: str, works: dict[str, RankCall], place: Place, chance: random.Random
 ) -> list[tuple[str, int, Tensors]]:
     (call, work), *_ = works.items()
     given = [x.clone() for x in work.inputs[0]]
@@ -526,7 +516,7 @@ def _meet(place: Place) -> None:
 def _check(
     made: list[tuple[str, int, Tensors]],
     expected: dict[str, list[Tensors]],
-    works: dict[str, Work],
+    works: dict[str, RankCall],
 ) -> None:
     """Compare results and forget them."""
     for number, (call, i, got) in enumerate(made):

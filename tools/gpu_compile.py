@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import torch
 
-from tools.gpu_report import CutError, Report
+from tools.gpu_report import CutError, GpuReport
 from tools.gpu_steps import (
     Plan,
     names,
@@ -30,7 +30,7 @@ _SEARCHES = 8  # the first ones, of some 30 launches each; the step compiles the
 _CALL_S = 240.0  # that the ranks of a call may take: some have five kernels
 
 
-def run(plan: Plan, report: Report) -> None:
+def run(plan: Plan, report: GpuReport) -> None:
     """Compile what each case names, as far as there is time."""
     from weft.bench.solo.compiling import Compilers, Done
     from weft.sim.unwaited import PARTS

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tools.gpu_report import Launches, Report
+from tools.gpu_report import GpuReport, LastLaunches
 from tools.gpu_steps import (
     Plan,
     case_s,
@@ -33,7 +33,7 @@ class NoFigureError(RuntimeError):
     """There is no time for what is ours, and why."""
 
 
-def solo(plan: Plan, report: Report) -> None:
+def solo(plan: Plan, report: GpuReport) -> None:
     """The cases, in this process as long as the GPU is fit for it."""
     from weft.bench.solo import measure
     from weft.sim import unwaited
@@ -64,7 +64,7 @@ def solo(plan: Plan, report: Report) -> None:
         longest = max(longest, time.monotonic() - start)
 
 
-def _goes_on(report: Report, device: torch.device) -> bool:
+def _goes_on(report: GpuReport, device: torch.device) -> bool:
     """Whether the process can go on, after a failure of a case that has not broken the GPU."""
     from weft.bench.solo import measure
 
@@ -80,7 +80,7 @@ def _check(case: Any) -> None:
         raise NoFigureError("\n".join(filter(None, whys)))
 
 
-def tune(plan: Plan, report: Report) -> None:
+def tune(plan: Plan, report: GpuReport) -> None:
     """A search for each problem; its launches are compiled first, if they are not yet."""
     from weft.bench.solo import sweep
     from weft.bench.solo.compiling import Compilers
@@ -116,10 +116,10 @@ def _say(text: str) -> None:
 
 def _noting(scratch: str, rank: int) -> AbstractContextManager[None]:
     """In the process of a rank of a suite."""
-    return Launches(Path(scratch)).noting(lambda: rank)
+    return LastLaunches(Path(scratch)).noting(lambda: rank)
 
 
-def suites(plan: Plan, report: Report) -> None:
+def suites(plan: Plan, report: GpuReport) -> None:
     """Cases of suites."""
     from weft.bench import runner
     from weft.bench.measure import time_limit

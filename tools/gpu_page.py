@@ -13,7 +13,8 @@ from typing import Any
 
 from tools.gpu_steps import STEPS
 from weft.bench.environment import environment
-from weft.bench.report.tables import LEGEND, figure, markdown_lines, table_of
+from weft.bench.report.tables import LEGEND, figure, markdown_lines, table_of, times_of
+from weft.bench.rows import Case, Result
 from weft.bench.solo import page as solo_page
 from weft.kernels.engine import tuning
 
@@ -45,11 +46,11 @@ def repeating(step: str, case: str, device: str, quick: bool) -> str:
     return shlex.join([*command, "--out", "out/again"])
 
 
-def said(entry: Mapping[str, Any], device: str, quick: bool) -> str:
+def outcome_lines(entry: Mapping[str, Any], device: str, quick: bool) -> str:
     """The lines that tell of the end of a case."""
     text = f"{entry['step']}: {entry['case']}: {entry['outcome']}, {entry['seconds']:.1f} s"
     if "row" in entry:
-        text += f": {times_of(entry['row'])}"
+        text += f": {times_of(Case.from_dict(entry['row']))}"
     elif "tuned" in entry:
         text += f": {tuned(entry['tuned'])}"
     elif entry["outcome"] in ("skipped", "cut"):
@@ -72,19 +73,8 @@ def tuned(entry: Mapping[str, Any]) -> str:
     )
 
 
-def times_of(row: Mapping[str, Any]) -> str:
-    """The times of a case in us, and what has none."""
-    from weft.bench.rows import Case
-
-    return ", ".join(
-        f"{name} {figure(timing.us) if timing.ok else f'- ({timing.failure})'}"
-        for name, timing in Case.from_dict(dict(row)).variants.items()
-    )
-
-
 def write(folder: Path, runs: Sequence[Mapping[str, Any]], found: _Found) -> None:
     """`figures.json`, `solo.json`, the kernels' rates and `page.md`, anew."""
-    from weft.bench.rows import Case, Result
     from weft.bench.solo import rates
 
     here = dict(runs[-1])
@@ -122,8 +112,6 @@ def _joined(cases: Sequence[Any]) -> list[Any]:
 
 def page(folder: Path, runs: Sequence[Mapping[str, Any]], found: _Found, result: Any) -> str:
     """All that is known, as Markdown."""
-    from weft.bench.rows import Result
-
     here = runs[-1]
     name = here["gpus"][0]["name"] if here["gpus"] else here["cpu"]
     commits = ", ".join(dict.fromkeys(run["commit"] for run in runs if run["commit"]))

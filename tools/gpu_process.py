@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from tools.gpu_report import FAILED, GO_ON, Launches, Report
+from tools.gpu_report import FAILED, GO_ON, GpuReport, LastLaunches
 from tools.gpu_steps import Plan, case_s
 
 _WHY_CHARACTERS = 4000  # of what a program said
@@ -47,7 +47,7 @@ def main() -> int:
         "ranks": gpu_figures.suites,
         "processes": _processes,
     }.get(plan.step, _threads)
-    report = Report(plan)
+    report = GpuReport(plan)
     run(plan, report)
     sys.stdout.flush()
     # Threads of ranks that have failed may be waiting yet.
@@ -79,7 +79,7 @@ def on_ranks(device: str, W: int, body: Callable[[int], None], seconds: float) -
         sim.run(W, on_rank, races=False, timeout=seconds)
 
 
-def _threads(plan: Plan, report: Report) -> None:
+def _threads(plan: Plan, report: GpuReport) -> None:
     from tools import gpu_cases
     from weft.sim.run.gpu import rank_here
 
@@ -178,7 +178,7 @@ def _sanitized(plan: Plan, seconds: float) -> None:
 # --- ranks as processes ------------------------------------------------------------------------
 
 
-def _processes(plan: Plan, report: Report) -> None:
+def _processes(plan: Plan, report: GpuReport) -> None:
     from weft.launch import RankError, launch
 
     begun: list[tuple[str, float]] = []
@@ -208,7 +208,7 @@ def _process(rank: int, progress: Callable[[Any], None], plan: Plan) -> None:
 
     from tools import gpu_cases
 
-    launches, device = Launches(Path(plan.scratch)), torch.device(plan.device)
+    launches, device = LastLaunches(Path(plan.scratch)), torch.device(plan.device)
     if plan.device == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
         torch.set_default_device(device)

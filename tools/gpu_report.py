@@ -27,12 +27,12 @@ _WHY_CHARACTERS = 4000  # of the end of a reason
 _LAUNCH_BYTES = 600
 
 
-class Report:
+class GpuReport:
     """The lines of a step's process."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.failed, self.goes_on = plan, False, False
-        self.launches = Launches(Path(plan.scratch))
+        self.launches = LastLaunches(Path(plan.scratch))
 
     @property
     def left_s(self) -> float:
@@ -121,7 +121,7 @@ def stacks() -> str:
     )
 
 
-class Launches:
+class LastLaunches:
     """What each rank launched last, in a file that outlives the process."""
 
     def __init__(self, scratch: Path) -> None:

@@ -26,7 +26,7 @@ _RANKS = (8, 2, 4)  # of solo figures, the first with all cases
 
 
 @dataclass(frozen=True)
-class Step:
+class GpuStep:
     """A part of the run.
 
     Attributes:
@@ -47,15 +47,15 @@ class Step:
 STEPS = {
     step.name: step
     for step in (
-        Step("compile", "kernels of the other steps, by all cores", 3, 600, 120),
-        Step("proof", "4 ranks as threads: every call once", 1.5),
+        GpuStep("compile", "kernels of the other steps, by all cores", 3, 600, 120),
+        GpuStep("proof", "4 ranks as threads: every call once", 1.5),
         # Peers' signals are there: what has not come does not come.
-        Step("solo", "kernels of one rank of W on the whole chip", 6, 90, 2, figures=True),
-        Step("plain", "one rank beside cuBLAS and torch's attention", 1, 90, figures=True),
-        Step("threads", "2, 4, 8 ranks as threads: late, in graphs, on streams, mixed", 4),
-        Step("processes", "2 ranks as processes", 1.5),
-        Step("tune", "launches of the fused matmuls", 4, 150, 2, figures=True),
-        Step("ranks", "a GPU a rank: fused ops beside unfused ones", 10, 120, figures=True),
+        GpuStep("solo", "kernels of one rank of W on the whole chip", 6, 90, 2, figures=True),
+        GpuStep("plain", "one rank beside cuBLAS and torch's attention", 1, 90, figures=True),
+        GpuStep("threads", "2, 4, 8 ranks as threads: late, in graphs, on streams, mixed", 4),
+        GpuStep("processes", "2 ranks as processes", 1.5),
+        GpuStep("tune", "launches of the fused matmuls", 4, 150, 2, figures=True),
+        GpuStep("ranks", "a GPU a rank: fused ops beside unfused ones", 10, 120, figures=True),
     )
 }
 _LONG_S = {"doctor": 100.0, "sanitizer": 150.0}
@@ -97,7 +97,7 @@ def names(step: str, device: str, quick: bool) -> list[str]:
     if step == "compile":
         return ["kernels", "solo", "plain", "tune"]
     if step == "proof":
-        return ["doctor", *gpu_cases.named([4], ["plain"])]
+        return ["doctor", *gpu_cases.case_names([4], ["plain"])]
     if step == "solo":
         return [*solo_specs(quick), *solo_parts(quick)]
     if step == "tune":
@@ -108,9 +108,12 @@ def names(step: str, device: str, quick: bool) -> list[str]:
         if quick:
             ways = [name.replace("plain", "late") for name in few]
             return [*ways, "W2/graph/all_reduce", "W2/streams/all_gather_matmul", "sanitizer"]
-        return [*gpu_cases.named([2, 4, 8], ["late", "streams", "graph", "mixed"]), "sanitizer"]
+        return [
+            *gpu_cases.case_names([2, 4, 8], ["late", "streams", "graph", "mixed"]),
+            "sanitizer",
+        ]
     if step == "processes":
-        return few if quick else gpu_cases.named([2], ["plain"])
+        return few if quick else gpu_cases.case_names([2], ["plain"])
     raise ValueError(f"there is no step {step!r}")
 
 

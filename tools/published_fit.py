@@ -20,7 +20,7 @@ from weft.collectives import protocols
 from weft.sim.time import hardware, library
 
 
-class Constant(NamedTuple):
+class FittedConstant(NamedTuple):
     """One number of the model, and how to change it."""
 
     name: str
@@ -28,7 +28,7 @@ class Constant(NamedTuple):
     put: Callable[[float], None]
 
 
-def constants() -> Iterator[Constant]:
+def constants() -> Iterator[FittedConstant]:
     """All that are marked [fit]."""
     for module, name in (
         (protocols, "_CALL_US"),
@@ -45,16 +45,16 @@ def constants() -> Iterator[Constant]:
         (library, "_CHUNK_US"),
         (sums, "_NORM_US"),
     ):
-        yield Constant(name, getattr(module, name), _setter(module, name))
+        yield FittedConstant(name, getattr(module, name), _setter(module, name))
     for place, protocol in enumerate(protocols.PROTOCOLS[1:], 1):
         for field in ("hop_us", "share"):
-            yield Constant(f"{('LL', 'LL128', 'Simple')[place]}.{field}",
+            yield FittedConstant(f"{('LL', 'LL128', 'Simple')[place]}.{field}",
                            getattr(protocol, field), _field(place, field))  # fmt: skip
     for ops in (("all_gather", "reduce_scatter"), ("all_reduce",)):
-        yield Constant(f"SWITCH_SHARE {ops[0]}", protocols.SWITCH_SHARE[ops[0]], _shares(ops))
+        yield FittedConstant(f"SWITCH_SHARE {ops[0]}", protocols.SWITCH_SHARE[ops[0]], _shares(ops))
     for names in (("b200", "b300", "gb200-nvl72"), ("mi300x", "mi308x", "mi355x")):
         value = hardware.PRESETS[names[0]].link_reached
-        yield Constant(f"link_reached of {names[0]}", value, _reached(names))
+        yield FittedConstant(f"link_reached of {names[0]}", value, _reached(names))
 
 
 def _setter(module: Any, name: str) -> Callable[[float], None]:

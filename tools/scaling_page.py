@@ -44,7 +44,7 @@ _ENGINES: tuple[settings.Engine, ...] = ("triton", "host", "generic")
 
 
 @dataclass
-class Row:
+class EngineTimes:
     """One problem on one domain: a rank's matmul is (M, K) @ (K, N). Times in us.
 
     Attributes:
@@ -109,7 +109,7 @@ def measure(
     ranks: int,
     machines: Sequence[Hardware],
     say: Callable[[str], None],
-) -> list[Row]:
+) -> list[EngineTimes]:
     """The row of one problem on each of some machines with the same chip."""
     _, N, K = problem(op, model, M, ranks)
     timelines = {}
@@ -120,7 +120,7 @@ def measure(
     for hardware in machines:
         played = {engine: timeline.on(hardware) for engine, timeline in timelines.items()}
         rows.append(
-            Row(
+            EngineTimes(
                 hardware.name,
                 op,
                 model,
@@ -136,12 +136,12 @@ def measure(
     return rows
 
 
-def others_measured(rows: Sequence[Row]) -> list[scaling_tables.Measured]:
+def others_measured(rows: Sequence[EngineTimes]) -> list[scaling_tables.Measured]:
     """What others have published of the page's problems on H100s, beside the model.
 
     A fused kernel stands beside the page's own, in virtual time, where the chip is the same.
     """
-    ours: dict[tuple[str | int, ...], Row] = {
+    ours: dict[tuple[str | int, ...], EngineTimes] = {
         (row.op, row.M, row.N, row.K): row for row in rows if row.hardware == H100.name
     }
     found = []
@@ -216,18 +216,18 @@ def _own_measurements(result: Result, hardware: Hardware) -> list[tuple[str, flo
     return rows
 
 
-def load(path: Path) -> list[Row]:
+def load(path: Path) -> list[EngineTimes]:
     """The rows of a file; empty if it does not exist."""
-    return [Row(**row) for row in json.loads(path.read_text())] if path.exists() else []
+    return [EngineTimes(**row) for row in json.loads(path.read_text())] if path.exists() else []
 
 
-def save(path: Path, rows: Iterable[Row]) -> None:
+def save(path: Path, rows: Iterable[EngineTimes]) -> None:
     """Write the rows, in the order of the page."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps([asdict(row) for row in ordered(rows)], indent=1) + "\n")
 
 
-def ordered(rows: Iterable[Row]) -> list[Row]:
+def ordered(rows: Iterable[EngineTimes]) -> list[EngineTimes]:
     """In the order of the page: by op, hardware, model and number of tokens."""
     ops, models = [*OPS], [*MODELS]
     return sorted(rows, key=lambda r: (ops.index(r.op), r.hardware, models.index(r.model), r.M))

@@ -8,18 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from weft.bench.published.rows import Row as Published
+from weft.bench.published.rows import Row
 from weft.bench.report.tables import markdown_lines
 from weft.sim.time import library
 from weft.sim.time.hardware import named
 
 if TYPE_CHECKING:
-    from tools.scaling_page import Row
+    from tools.scaling_page import EngineTimes
 
 _START, _END = "<!-- scaling -->", "<!-- /scaling -->"
 
 
-def tables(rows: Sequence[Row]) -> str:
+def tables(rows: Sequence[EngineTimes]) -> str:
     """A table for each op and hardware, as Markdown."""
     parts = []
     for op, hardware in dict.fromkeys((row.op, row.hardware) for row in rows):
@@ -37,7 +37,7 @@ def tables(rows: Sequence[Row]) -> str:
     return "\n".join(parts)
 
 
-def _table(rows: Sequence[Row]) -> list[str]:
+def _table(rows: Sequence[EngineTimes]) -> list[str]:
     names = (
         *("model", "M", "N", "K", "fused us", "arithmetic", "link", "exposed", "efficiency"),
         *("of longer", "library us", "by", "speed-up", "host us", "generic us", "auto", "regret"),
@@ -68,7 +68,7 @@ def _table(rows: Sequence[Row]) -> list[str]:
     return markdown_lines(names, lines)
 
 
-def best_library(row: Row) -> tuple[str, float]:
+def best_library(row: EngineTimes) -> tuple[str, float]:
     """The quickest of what a user has without weft, and its time on the same chip.
 
     Fused kernels multiply at all that is sustained here; so does the library.
@@ -79,7 +79,7 @@ def best_library(row: Row) -> tuple[str, float]:
     return min(ways.items(), key=lambda way: way[1])
 
 
-def speed_ups(rows: Sequence[Row]) -> str:
+def speed_ups(rows: Sequence[EngineTimes]) -> str:
     """The range of times of the best library over those of the fused kernel, by model."""
     parts = []
     for model in dict.fromkeys(row.model for row in rows):
@@ -89,7 +89,7 @@ def speed_ups(rows: Sequence[Row]) -> str:
     return f"Speed-up over the best library: {'; '.join(parts)}."
 
 
-def crossover(rows: Sequence[Row]) -> str:
+def crossover(rows: Sequence[EngineTimes]) -> str:
     """For which M the fused kernel is the fastest, by model."""
     parts = []
     for model in dict.fromkeys(row.model for row in rows):
@@ -127,7 +127,7 @@ def errors(measured: Sequence[tuple[str, float, float]]) -> str:
 class Measured(NamedTuple):
     """A published figure of a problem on the page, and the model's time in us."""
 
-    row: Published
+    row: Row
     model: str
     us: float
     kind: str
@@ -164,7 +164,7 @@ def slower_stores(found: Sequence[dict[str, Any]]) -> str:
 
 def write(
     path: Path,
-    rows: Sequence[Row],
+    rows: Sequence[EngineTimes],
     slower: Sequence[dict[str, Any]],
     others: Sequence[Measured],
     own: Sequence[tuple[str, float, float]],

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import weft
 
@@ -54,6 +54,14 @@ examples:
 
 `python -m weft` is the same as `weft`.
 """
+
+
+class Parser(argparse.ArgumentParser):
+    """The options of a command, whose `about` is shown line by line."""
+
+    def __init__(self, prog: str, about: str | None, **options: Any) -> None:
+        raw = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog, description=about, formatter_class=raw, **options)
 
 
 def at_least(least: int, why: str = "") -> Callable[[str], int]:
@@ -106,15 +114,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # of what a terminal's encoding lacks, as ASCII ±
-    parser = argparse.ArgumentParser(
-        prog="weft",
+    commands = "".join(f"  {name:<12}{purpose}\n" for name, (_, purpose) in _COMMANDS.items())
+    parser = Parser(
+        "weft",
+        "Triton kernels that fuse computation with communication.",
         usage="weft [-h] [--version] COMMAND ...",
-        description="Triton kernels that fuse computation with communication.",
-        epilog="commands:\n"
-        + "".join(f"  {name:<12}{purpose}\n" for name, (_, purpose) in _COMMANDS.items())
-        + "\n"
-        + _EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"commands:\n{commands}\n{_EPILOG}",
     )
     parser.add_argument("--version", action="version", version=f"weft {weft.__version__}")
     parser.add_argument("command", choices=_COMMANDS, metavar="COMMAND", help="one of those below")

@@ -209,10 +209,7 @@ def _rank_main(
                 torch.cuda.set_device(rank % torch.cuda.device_count())
             if world_size > 1:
                 dist.init_process_group(
-                    backend,
-                    init_method=f"file://{folder}/store",
-                    rank=rank,
-                    world_size=world_size,
+                    backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size
                 )
             result = body(rank, progress, *args)
             if world_size > 1:

@@ -33,23 +33,22 @@ def _sdpa(backend: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> to
         return call(q, k, v, is_causal=True)
 
 
+_BLOCK = 1024  # queries at a time: all scores would take S * S * H numbers
+
+
 def causal_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dout: torch.Tensor | None = None,
-    block: int = 1024,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
     """out and, given its gradient, dq, dk and dv, of (1, H, S, D) in float64, causal: the oracle.
 
-    Head by head and `block` queries at a time: all scores would take S * S * H numbers.
+    A key head is shared by H / H_kv query heads.
     """
     S, scale, share = q.shape[2], 1 / math.sqrt(q.shape[3]), q.shape[1] // k.shape[1]
     out = torch.zeros_like(q, dtype=torch.float64)
     dq, dk, dv = (torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v))
     positions = torch.arange(S, device=q.device)
-    for head, first in product(range(q.shape[1]), range(0, S, block)):
-        last = min(first + block, S)
+    for head, first in product(range(q.shape[1]), range(0, S, _BLOCK)):
+        last = min(first + _BLOCK, S)
         rows = slice(first, last)
         queries = q[0, head, rows].double()
         keys, values = (x[0, head // share, :last].double() for x in (k, v))

@@ -43,7 +43,7 @@ _aten: Any = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Problem:
+class AttentionTask:
     """Attention of one whole sequence; with its gradients if `backward`."""
 
     tokens: int
@@ -77,7 +77,7 @@ class _Cut:
         return from_zigzag(whole, self.world_size, 2) if self.zigzag else whole
 
 
-def prepare(problem: Problem, options: Options) -> Prepared:
+def prepare(problem: AttentionTask, options: Options) -> Prepared:
     """Each variant on this rank. Calls return the placement of their results, and the results."""
     group, device = resolve(None), torch.device(options.device)
     W, S, causal = group.world_size, problem.tokens, problem.causal

@@ -39,7 +39,7 @@ Middle = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Block:
+class LinearPair:
     """What the whole layer is.
 
     Attributes:
@@ -53,12 +53,12 @@ class Block:
     middle: Middle
 
 
-def mlp(tokens: int, hidden: int, ffn: int) -> Block:
+def mlp(tokens: int, hidden: int, ffn: int) -> LinearPair:
     """The plainest: ReLU between the linears."""
-    return Block(tokens, (hidden, ffn), (ffn, hidden), torch.relu)
+    return LinearPair(tokens, (hidden, ffn), (ffn, hidden), torch.relu)
 
 
-def swiglu(tokens: int, hidden: int, ffn: int, ranks: int) -> Block:
+def swiglu(tokens: int, hidden: int, ffn: int, ranks: int) -> LinearPair:
     """One half of the first linear's features gates the other; each rank has both halves of its."""
     share = ffn // ranks
 
@@ -67,10 +67,10 @@ def swiglu(tokens: int, hidden: int, ffn: int, ranks: int) -> Block:
         gated: torch.Tensor = nn.functional.silu(gate) * up
         return gated.flatten(-2)
 
-    return Block(tokens, (hidden, 2 * ffn), (ffn, hidden), middle)
+    return LinearPair(tokens, (hidden, 2 * ffn), (ffn, hidden), middle)
 
 
-def attention(tokens: int, hidden: int, heads: int, kv_heads: int, head_dim: int) -> Block:
+def attention(tokens: int, hidden: int, heads: int, kv_heads: int, head_dim: int) -> LinearPair:
     """Causal attention of one sequence; a key and value head and its query heads stay together."""
     queries = heads // kv_heads
 
@@ -83,7 +83,7 @@ def attention(tokens: int, hidden: int, heads: int, kv_heads: int, head_dim: int
         return out[0].transpose(0, 1).flatten(1)
 
     inner = heads * head_dim
-    return Block(tokens, (hidden, inner + 2 * kv_heads * head_dim), (inner, hidden), middle)
+    return LinearPair(tokens, (hidden, inner + 2 * kv_heads * head_dim), (inner, hidden), middle)
 
 
 class _Module(nn.Module):
@@ -144,7 +144,7 @@ def _step(model: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Ten
     return [arrived(t) for t in (y, *grads)]
 
 
-def prepare(block: Block, options: Options) -> Prepared:
+def prepare(block: LinearPair, options: Options) -> Prepared:
     """The step of each variant on this rank."""
     import torch.distributed.tensor.parallel as torch_parallel
 

@@ -6,7 +6,6 @@ memory and with right results; 1 if they cannot.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 import platform
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from weft import versions
-from weft.cli import EXTRAS, INSTALL_EXTRAS, several
+from weft.cli import EXTRAS, INSTALL_EXTRAS, Parser, several
 
 if TYPE_CHECKING:
     import torch
@@ -52,10 +51,7 @@ class Finding:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Look, try, and print."""
-    parser = argparse.ArgumentParser(
-        prog="weft doctor", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = Parser("weft doctor", __doc__)
     parser.add_argument(
         "--ranks", type=several, default=2, metavar="W", help="ranks to try with (2)"
     )

@@ -7,7 +7,6 @@ symmetric memory that several ranks have mapped counts once, in equal parts.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import ctypes
 from collections.abc import Callable, Sequence
@@ -20,8 +19,8 @@ import torch
 import weft
 from weft import collectives
 from weft.bench.report import terminal
-from weft.bench.report.tables import Table, figure
-from weft.cli import at_least, several
+from weft.bench.report.tables import TextTable, figure
+from weft.cli import Parser, at_least, several
 from weft.collectives import resolve
 from weft.kernels import zigzag_sizes
 from weft.launch import launch
@@ -32,7 +31,7 @@ _libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
-class Row:
+class PeakMemory:
     """One length on so many ranks; MiB of the rank that needs most.
 
     Attributes:
@@ -127,18 +126,20 @@ def _rank_main(
 
 def measure(
     ranks: int, lengths: Sequence[int], heads: int, head_dim: int, gathered_up_to: int
-) -> list[Row]:
+) -> list[PeakMemory]:
     """A row for each length, on this machine's ranks."""
     found = launch(ranks, _rank_main, lengths, heads, head_dim, gathered_up_to, stall_s=900)
     rows = []
     for i, tokens in enumerate(lengths):
         most = {name: max(peaks[i][name] for peaks in found) for name in found[0][i]}
         shard = 4 * 4 * heads * head_dim * tokens / ranks / _MIB
-        rows.append(Row(ranks, tokens, shard, most["forward"], most["step"], most.get("gathered")))
+        rows.append(
+            PeakMemory(ranks, tokens, shard, most["forward"], most["step"], most.get("gathered"))
+        )
     return rows
 
 
-def table(rows: Sequence[Row], heads: int, head_dim: int) -> Table:
+def table(rows: Sequence[PeakMemory], heads: int, head_dim: int) -> TextTable:
     """The rows, and what they grow with."""
     header = [
         "tokens", "ranks", "q, k, v, out of a rank, MiB", "forward, MiB", "/ 1k tokens of a rank",
@@ -153,16 +154,12 @@ def table(rows: Sequence[Row], heads: int, head_dim: int) -> Table:
             figure(row.step), figure(row.step / share), figure(row.gathered),
         ])  # fmt: skip
     title = f"weft bench memory: peak of a rank, causal, {heads} heads of {head_dim}, fp32"
-    return Table(title, header, cells)
+    return TextTable(title, header, cells)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, and write memory.csv where --out says."""
-    parser = argparse.ArgumentParser(
-        prog="weft bench memory",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("weft bench memory", __doc__)
     parser.add_argument(
         "--ranks", type=several, nargs="+", default=[2, 4], metavar="W",
         help="numbers of ranks to measure on, one after another (2 4)",
@@ -196,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         with (args.out / "memory.csv").open("w", newline="") as file:
-            out = csv.DictWriter(file, [field.name for field in fields(Row)])
+            out = csv.DictWriter(file, [field.name for field in fields(PeakMemory)])
             out.writeheader()
             out.writerows(asdict(row) for row in rows)
     return 0

@@ -8,7 +8,6 @@ times mean nothing.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -22,10 +21,10 @@ import torch
 from weft import settings
 from weft.bench import shapes
 from weft.bench.cli import add_machine_options, machine_options
-from weft.bench.measure import Ranks
+from weft.bench.measure import TimedRanks
 from weft.bench.problem import Options, Spec
 from weft.bench.suites import ops
-from weft.cli import at_least, make_folder
+from weft.cli import Parser, at_least, make_folder
 from weft.kernels.engine import tuning
 from weft.kernels.engine.chips import chip_of
 from weft.launch import launch
@@ -35,11 +34,7 @@ _ROUNDS = 7
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Search, print what was found, write the table. The exit status is 0 unless a rank fails."""
-    parser = argparse.ArgumentParser(
-        prog="weft tune",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("weft tune", __doc__)
     add_machine_options(parser)
     parser.add_argument(
         "--shapes", type=shapes.parse, nargs="+", metavar="SHAPE", required=True,
@@ -94,7 +89,7 @@ def _rank_main(
 ) -> tuple[str, list[dict[str, Any]]]:
     """This rank's part of the search; the chip and the entries, the same on every rank."""
     torch.manual_seed(0)
-    ranks = Ranks(options, progress)
+    ranks = TimedRanks(options, progress)
     chip, entries = chip_of(torch.device(options.device)), []
     for spec in specs:
         call = ops.prepare(spec, options).variants["triton"]

@@ -7,15 +7,15 @@ reaches, both measured in the same rounds.
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from weft.bench.report.tables import Table, figure
+from weft.bench.report.tables import TextTable, figure
 from weft.bench.rows import Case, Result, median_interval
+from weft.cli import Parser
 
 By = Literal["time", "fraction"]
 
@@ -47,7 +47,7 @@ class Change:
 
 
 @dataclass
-class Comparison:
+class Diff:
     """What two results have in common, and what they have not.
 
     Attributes:
@@ -67,10 +67,10 @@ class Comparison:
         ]
 
 
-def compare(before: Sequence[Result], after: Sequence[Result], by: By = "time") -> Comparison:
+def compare(before: Sequence[Result], after: Sequence[Result], by: By = "time") -> Diff:
     """Match the cases of results by suite, name and variant."""
     later = {result.suite: result for result in after}
-    comparison = Comparison([], [], [])
+    comparison = Diff([], [], [])
     for old in before:
         new = later.get(old.suite)
         if new is None:
@@ -86,7 +86,7 @@ def compare(before: Sequence[Result], after: Sequence[Result], by: By = "time") 
     return comparison
 
 
-def _compare_case(old: Case, new: Case | None, by: By, into: Comparison) -> None:
+def _compare_case(old: Case, new: Case | None, by: By, into: Diff) -> None:
     for name in old.timed:
         ours = name == old.main
         if new is None or name not in new.timed:
@@ -119,10 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print what changed; 1 if ours got slower than --max-regression allows, or lost a case."""
     from weft.bench.report import terminal
 
-    parser = argparse.ArgumentParser(
-        prog="weft bench compare", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = Parser("weft bench compare", __doc__)
     parser.add_argument("before", type=Path, metavar="A", help="the earlier file or folder")
     parser.add_argument("after", type=Path, metavar="B", help="the later one")
     parser.add_argument(
@@ -167,7 +164,7 @@ def _read(path: Path) -> list[Result]:
     return report.read(path) if path.is_dir() else [Result.read(path)]
 
 
-def _table(changes: Sequence[Change], by: By) -> Table:
+def _table(changes: Sequence[Change], by: By) -> TextTable:
     unit = "us" if by == "time" else "x bound"
     rows = [
         [
@@ -179,4 +176,6 @@ def _table(changes: Sequence[Change], by: By) -> Table:
         ]
         for change in sorted(changes, key=lambda change: -change.ratio)
     ]
-    return Table("weft bench compare", ["case", "variant", f"A, {unit}", f"B, {unit}", "B"], rows)
+    return TextTable(
+        "weft bench compare", ["case", "variant", f"A, {unit}", f"B, {unit}", "B"], rows
+    )

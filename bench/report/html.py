@@ -10,7 +10,7 @@ from pathlib import Path
 from weft.bench.registry import SUITES
 from weft.bench.report.advice import advice, best_engine, best_fraction
 from weft.bench.report.plots import CAPTIONS
-from weft.bench.report.tables import LEGEND, Table, table_of
+from weft.bench.report.tables import LEGEND, TextTable, table_of
 from weft.bench.rows import Case, Result
 from weft.kernels.engine.tuning import OPS
 
@@ -85,7 +85,7 @@ def _figure(path: Path, caption: str) -> str:
     )
 
 
-def _table(table: Table) -> str:
+def _table(table: TextTable) -> str:
     return _grid(table.header, ((cell for cell in row) for row in table.rows))
 
 

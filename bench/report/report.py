@@ -18,7 +18,7 @@ from typing import Any
 
 from pytest_benchmark.storage.file import FileStorage
 
-from weft.bench.report.tables import LEGEND, Table, markdown_lines, table_of
+from weft.bench.report.tables import LEGEND, TextTable, markdown_lines, table_of
 from weft.bench.rows import Result
 
 
@@ -85,7 +85,7 @@ def _write_csv(result: Result, path: Path) -> None:
                 out.writerow(row | {"failure": timing.failure})
 
 
-def markdown(table: Table) -> str:
+def markdown(table: TextTable) -> str:
     """The table, what follows from it, and how to read it."""
     lines = [
         f"# {table.title}",

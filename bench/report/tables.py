@@ -29,7 +29,7 @@ LEGEND = (
 
 
 @dataclass
-class Table:
+class TextTable:
     """Cells as text. The first column is the case; `summary` and `notes` are lines below."""
 
     title: str
@@ -52,13 +52,12 @@ def figure(value: float | None) -> str:
     return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def said(case: Case) -> str:
-    """A case in a line: times in us, and what has none."""
-    cells = [
+def times_of(case: Case) -> str:
+    """The times of a case in us, and what has none, in a line."""
+    return ", ".join(
         f"{name} {figure(timing.us) if timing.ok else f'- ({timing.failure})'}"
         for name, timing in case.variants.items()
-    ]
-    return f"{case.name}: {case.failure or ', '.join(cells)}"
+    )
 
 
 def variants_of(cases: Sequence[Case]) -> list[str]:
@@ -72,7 +71,7 @@ def unit_of(cases: Sequence[Case]) -> tuple[str, float]:
     return ("ms", 1e3) if times and statistics.median(times) >= 1e3 else ("us", 1.0)
 
 
-def table_of(result: Result) -> Table:
+def table_of(result: Result) -> TextTable:
     """All cases of a result."""
     cases, where = result.cases, result.environment
     params = _COLUMNS.get(result.suite, ())
@@ -89,7 +88,7 @@ def table_of(result: Result) -> Table:
         rows.append(row)
     made = "virtual time" if _is_virtual(result) else f"{where['ranks']} ranks, {_chip(where)}"
     title = f"weft bench {result.suite}: {made}"
-    return Table(title, header, rows, _summary(cases, pairs), _notes(result))
+    return TextTable(title, header, rows, _summary(cases, pairs), _notes(result))
 
 
 def _columns(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 
 from rich.console import Console
-from rich.table import Table as RichTable
+from rich.table import Table
 
-from weft.bench.report.tables import LEGEND, Table
+from weft.bench.report.tables import LEGEND, TextTable
 
 
 def console() -> Console:
@@ -20,10 +20,10 @@ def show_legend() -> None:
     console().print(LEGEND, style="dim", markup=False)
 
 
-def show(table: Table) -> None:
+def show(table: TextTable) -> None:
     """Print a table, and what follows from it."""
     out = console()
-    grid = RichTable(title=table.title, title_justify="left")
+    grid = Table(title=table.title, title_justify="left")
     for i, name in enumerate(table.header):
         grid.add_column(name, justify="right" if i else "left", overflow="fold")
     for row in table.rows:

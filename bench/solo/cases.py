@@ -35,7 +35,7 @@ Tensors = list[torch.Tensor]
 
 
 @dataclass
-class Problem:
+class Workload:
     """A case on this device.
 
     Attributes:
@@ -186,7 +186,7 @@ def in_parts(specs: Sequence[Spec]) -> list[Spec]:
     return [first[op] for op in _IN_PARTS if op in first]
 
 
-def build(spec: Spec, rank: int, device: torch.device) -> Problem:
+def build(spec: Spec, rank: int, device: torch.device) -> Workload:
     """The case of `spec`, to be measured as `rank`."""
     params, randoms = spec.params, _Randoms(device)
     op, W = params["op"], params["ranks"]
@@ -224,7 +224,7 @@ def _scales(dtype: torch.dtype, scale: torch.Tensor) -> dict[str, Any]:
     return {"scale_a": scale, "scale_b": scale} if dtype == FP8 else {}
 
 
-def _gathered(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Problem:
+def _gathered(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Workload:
     M, N, K, dtype = params["M"], params["N"] // W, params["K"], _dtype(params)
     pair = params.get("epilogue") == "swiglu"
     scale = torch.full((), 0.5, device=randoms.device)
@@ -251,7 +251,7 @@ def _gathered(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> P
         return [y]
 
     whole = torch.cat([x(r) for r in range(W)])
-    return Problem(
+    return Workload(
         lambda r: op(x(r), w(r)),
         expected,
         flop=2 * M * N * K,
@@ -262,7 +262,7 @@ def _gathered(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> P
     )
 
 
-def _summed(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Problem:
+def _summed(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Workload:
     M, N, K, dtype = params["M"], params["N"], params["K"] // W, _dtype(params)
     scale = torch.full((), 0.5, device=randoms.device)
     scatters = params["op"] == "matmul_reduce_scatter"
@@ -296,7 +296,7 @@ def _summed(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Pro
         return [y]
 
     sent = M * N * (W - 1) // W * 4
-    return Problem(
+    return Workload(
         lambda r: fused(x(r), w(r), **scaled, **more(r, rows)),
         expected,
         depth=1 if scatters else 2,
@@ -308,7 +308,7 @@ def _summed(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Pro
     )
 
 
-def _weight_gradient(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Problem:
+def _weight_gradient(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Workload:
     """Of all_gather_matmul: gathered(x)^T @ dy, the gather behind the arithmetic."""
     M, N, K, dtype = params["M"], params["N"] // W, params["K"], _dtype(params)
     ys: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -329,7 +329,7 @@ def _weight_gradient(params: dict[str, Any], W: int, rank: int, randoms: _Random
         return dw
 
     whole = torch.cat([x(r) for r in range(W)]).t()
-    return Problem(
+    return Workload(
         run,
         lambda r: [whole.double() @ dy(r).double()],
         prepare=lambda world: world.learn(forward, depth=1),
@@ -339,7 +339,7 @@ def _weight_gradient(params: dict[str, Any], W: int, rank: int, randoms: _Random
     )
 
 
-def _collective(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Problem:
+def _collective(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Workload:
     """`nbytes`: of the gathered, or of the whole input."""
     op, dtype = params["op"], _dtype(params)
     count = params["nbytes"] // dtype.itemsize // W * W
@@ -360,7 +360,7 @@ def _collective(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) ->
     source = randoms("source", 0, (count,), dtype)
     target = torch.empty_like(source)
     call = getattr(collectives, op)
-    return Problem(
+    return Workload(
         lambda r: call(x(r)),
         expected,
         depth=2 if op == "all_reduce" else 1,
@@ -369,7 +369,7 @@ def _collective(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) ->
     )
 
 
-def _norm(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Problem:
+def _norm(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Workload:
     tokens, H, dtype = params["tokens"], params["H"], _dtype(params)
     weight = randoms("weight", 0, (H,), dtype)
 
@@ -393,7 +393,7 @@ def _norm(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Probl
         return [y, hs[r]]
 
     whole = torch.cat([residual(r) for r in range(W)])
-    return Problem(
+    return Workload(
         run,
         expected,
         depth=2,
@@ -404,7 +404,7 @@ def _norm(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Probl
     )
 
 
-def _attention(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Problem:
+def _attention(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Workload:
     """Causal; the ring's sequence is in zigzag order. A rank's work is that of H / W heads."""
     S, H, H_kv, D = (params[name] for name in ("tokens", "H", "H_kv", "D"))
     ring, backward = params["op"] == "ring_attention", params["step"] == "backward"
@@ -477,7 +477,7 @@ def _attention(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> 
     moved = S - S // W
     one = partial(weft.ring_attention, group=alone(), causal=True)
     libraries = library_attention(randoms.device)
-    return Problem(
+    return Workload(
         run,
         expected,
         depth=2 if backward else forward_depth,
@@ -489,7 +489,7 @@ def _attention(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> 
     )
 
 
-def _decode(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Problem:
+def _decode(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Workload:
     """A new token of each sequence to `tokens` before it, which lie on the ranks in blocks."""
     B, S, H, H_kv, D = (params[name] for name in ("batch", "tokens", "H", "H_kv", "D"))
     dtype = _dtype(params)
@@ -518,7 +518,7 @@ def _decode(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Pro
         call = functional.scaled_dot_product_attention
         return call(q, held("k", rank), held("v", rank), enable_gqa=True)
 
-    return Problem(
+    return Workload(
         run,
         expected,
         flop=4 * B * H * S // W * D,

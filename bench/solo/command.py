@@ -25,19 +25,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from weft.cli import Parser, several
+
 
 def _ranks(text: str) -> list[int]:
-    from weft.cli import several
-
     return [several(part) for part in text.split(",")]
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="weft bench solo",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("weft bench solo", __doc__)
     parser.add_argument(
         "--out", type=Path, metavar="FILE.json", help="write figures there after every case"
     )

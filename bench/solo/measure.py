@@ -22,7 +22,7 @@ from weft.bench.cli import failed
 from weft.bench.environment import environment
 from weft.bench.measure import deviation, listed, order, short, time_limit
 from weft.bench.problem import Spec
-from weft.bench.report.tables import markdown_lines, said
+from weft.bench.report.tables import markdown_lines, times_of
 from weft.bench.rows import Case, Result, Timing
 from weft.bench.solo import cases, compiling, page, rates
 from weft.cli import make_folder
@@ -37,7 +37,7 @@ _Step = Callable[[], Any]
 _MARGIN_S = 5.0  # before the limit
 
 
-class Clock:
+class Stopwatch:
     """Times calls on a device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -116,17 +116,17 @@ def measured(
     world = solo.SoloWorld(W, device)
     try:
         with weft.engine("triton"), own_stream(device), solo.copied_first():
-            problem = cases.build(spec, rank, device)
-            case.params |= {"flop": problem.flop, "link_bytes": problem.nbytes}
-            problem.prepare(world)
-            world.learn(problem.run, problem.depth)
+            workload = cases.build(spec, rank, device)
+            case.params |= {"flop": workload.flop, "link_bytes": workload.nbytes}
+            workload.prepare(world)
+            world.learn(workload.run, workload.depth)
         with weft.engine("triton"), own_stream(device), world.at(rank):
-            take = _Measurement(case, problem, world, rank, quick, unobserved)
+            take = _Measurement(case, workload, world, rank, quick, unobserved)
             take.take(part, profiles)
     except Exception as error:  # whatever a case raises is its row, not the end of the run
         case.failure = f"{type(error).__name__}: {short(str(error))}"
     finally:
-        problem = None  # type: ignore[assignment]  # its tensors go before the next case's come
+        workload = None  # type: ignore[assignment]  # its tensors go before the next case's come
         with suppress(RuntimeError):  # of a GPU that refuses all that follows a failure
             world.close()
             gc.collect()
@@ -163,21 +163,21 @@ class _Measurement:
     def __init__(
         self,
         case: Case,
-        problem: cases.Problem,
+        workload: cases.Workload,
         world: solo.SoloWorld,
         rank: int,
         quick: bool,
         unobserved: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.unobserved = unobserved
-        self.case, self.problem, self.world, self.rank = case, problem, world, rank
-        self.clock = Clock(world.device)
+        self.case, self.workload, self.world, self.rank = case, workload, world, rank
+        self.clock = Stopwatch(world.device)
         self.rounds = 3 if quick else 21
         self.copies = False  # whether copy engines are at work
 
     def run(self) -> Any:
         """The call that is measured."""
-        return self.problem.run(self.rank)
+        return self.workload.run(self.rank)
 
     def take(self, part: str, profiles: bool) -> None:
         """Compare and time everything, or what is left without a `part`."""
@@ -185,19 +185,19 @@ class _Measurement:
             if part:
                 self._time({PARTS[part]: (self.run, self._cold)})
                 return
-            self.expected = self.problem.expected(self.rank)
+            self.expected = self.workload.expected(self.rank)
             self.world.post()
             error = self._compare(self.run())
             self.case.params["host_us"] = self._host()
             calls = {MAIN: (self.run, self._cold), "warm L2": (self.run, self._warm)}
-            found = {name: self._attempt(name, f) for name, f in self.problem.libraries.items()}
+            found = {name: self._attempt(name, f) for name, f in self.workload.libraries.items()}
             ran = [name for name, made in found.items() if made is not None]
             self.case.peer = ran[0] if ran else ""
-            if self.problem.alone:
+            if self.workload.alone:
                 same = found[ran[0]] if ran else None
                 if self._attempt("alone", lambda: self._alone(same)) is not None:
-                    calls["alone"] = self.problem.alone, self.clock.flush
-            calls |= {name: (self.problem.libraries[name], self.clock.flush) for name in ran}
+                    calls["alone"] = self.workload.alone, self.clock.flush
+            calls |= {name: (self.workload.libraries[name], self.clock.flush) for name in ran}
             del found
             calls["posting"] = self.world.post, self.clock.flush
             captures = self.clock.on_gpu and not self.copies
@@ -252,7 +252,7 @@ class _Measurement:
         """
         self.world.check()
         expected = self.expected if expected is None else expected
-        error = deviation(listed(made), expected) / self.problem.tolerance
+        error = deviation(listed(made), expected) / self.workload.tolerance
         if not error <= 1:
             raise ValueError(f"wrong: {error:.3g} times the tolerance away from the oracle")
         return error
@@ -271,8 +271,8 @@ class _Measurement:
 
     def _alone(self, same: Any) -> Any:
         """Its result, compared with that of a library if one ran."""
-        assert self.problem.alone is not None
-        made = listed(self.problem.alone())[:1]  # libraries may have gradients for more heads
+        assert self.workload.alone is not None
+        made = listed(self.workload.alone())[:1]  # libraries may have gradients for more heads
         if "epilogue" not in self.case.params and same is not None:
             self._compare(made, listed(same)[:1])
         return made
@@ -373,7 +373,8 @@ def run(args: argparse.Namespace, command: str, parser: argparse.ArgumentParser)
                 longest = max(longest, time.monotonic() - start)
                 result.cases.append(case)
                 keep()
-                print(f"{time.monotonic() - began:4.0f} s {said(case)}", flush=True)
+                times = case.failure or times_of(case)
+                print(f"{time.monotonic() - began:4.0f} s {case.name}: {times}", flush=True)
                 if case.failure and not usable(device):
                     print("the GPU refuses all that follows: a new run with --resume goes on")
                     return 1

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.bench.report.tables import Table, markdown_lines, table_of
+from weft.bench.report.tables import TextTable, markdown_lines, table_of
 from weft.bench.rows import Case, Result
 
 KINDS = {
@@ -30,7 +30,7 @@ ABOUT = (
 )
 
 
-def tables(result: Result) -> list[Table]:
+def tables(result: Result) -> list[TextTable]:
     """A table for each kind of call that `result` has cases of."""
     made = []
     for kind, ops in KINDS.items():

@@ -21,7 +21,7 @@ from weft.bench.measure import deviation, listed, short
 from weft.bench.problem import Spec
 from weft.bench.solo import cases
 from weft.bench.solo.compiling import compiled
-from weft.bench.solo.measure import Clock, own_stream, usable
+from weft.bench.solo.measure import Stopwatch, own_stream, usable
 from weft.bench.suites.ops import launches_of
 from weft.kernels.engine import tuning
 from weft.kernels.engine.chips import chip_of
@@ -102,7 +102,7 @@ class Search:
     """The trials of one problem."""
 
     def __init__(self, spec: Spec, device: torch.device) -> None:
-        self.W, self.device, self.clock = spec.params["ranks"], device, Clock(device)
+        self.W, self.device, self.clock = spec.params["ranks"], device, Stopwatch(device)
         self.rank = 1 % self.W
         with own_stream(device):
             self.problem = cases.build(spec, self.rank, device)

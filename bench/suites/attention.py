@@ -66,5 +66,7 @@ def prepare(spec: Spec, options: Options) -> Prepared:
     sizes = {name: spec.params[name] for name in SIZES}
     if what == "decode":
         return decode.prepare(**sizes, options=options)
-    problem = context_parallel.Problem(**sizes, causal=extent == "causal", backward=what == "step")
+    problem = context_parallel.AttentionTask(
+        **sizes, causal=extent == "causal", backward=what == "step"
+    )
     return context_parallel.prepare(problem, options)

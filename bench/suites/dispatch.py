@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.tensor as torch_tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
 from weft import dtensor as weft_tensor
 from weft.bench.problem import Call, Options, Prepared, Spec
@@ -30,7 +31,7 @@ _REPEATS = 50
 _WEFT, _TORCH = "weft", "torch"
 
 
-class Row(NamedTuple):
+class Operation(NamedTuple):
     """An operation.
 
     Attributes:
@@ -67,7 +68,7 @@ _on_one_device = SimpleNamespace(
 )  # fmt: skip
 
 
-def _rows(api: Any, mesh: DeviceMesh) -> Iterator[tuple[str, Row]]:
+def _rows(api: Any, mesh: DeviceMesh) -> Iterator[tuple[str, Operation]]:
     generator = torch.Generator().manual_seed(0)
     replicate, shard, columns = [api.Replicate()], [api.Shard(0)], [api.Shard(1)]
 
@@ -84,27 +85,27 @@ def _rows(api: Any, mesh: DeviceMesh) -> Iterator[tuple[str, Row]]:
     scale = make(8, placements=replicate)
     local = torch.randn(4, 8, generator=generator)
     x3_2d, w_columns = make(4, 8, placements=replicate), make(8, 8, placements=columns)
-    yield "add", Row(lambda: torch.add(x, y))
-    yield "x + y", Row(lambda: x + y)
-    yield "add, requires grad", Row(lambda: x_grad + y, records=True)
-    yield "add in place", Row(lambda: z.add_(y))
-    yield "mul by scalar", Row(lambda: x * 2.0)
-    yield "relu", Row(lambda: torch.relu(x))
-    yield "softmax", Row(lambda: torch.softmax(x, -1))
-    yield "sum", Row(lambda: x.sum())
-    yield "matmul R @ S(1)", Row(lambda: torch.mm(x3_2d, w_columns))
-    yield "linear 2-d", Row(lambda: functional.linear(x3_2d, w, b))
-    yield "linear 3-d", Row(lambda: functional.linear(x3, w, b))
-    yield "layer_norm", Row(lambda: functional.layer_norm(x, (8,), scale, scale))
-    yield "t", Row(lambda: x.t())
-    yield "view", Row(lambda: x.view(2, 4, 8))
-    yield "detach", Row(lambda: x.detach())
-    yield "split", Row(lambda: x.split(4, 1))
-    yield "from_local", Row(lambda: api.DTensor.from_local(local, mesh, shard))
-    yield "to_local", Row(lambda: x_grad.to_local(), records=True)
-    yield "redistribute, no change", Row(lambda: x.redistribute(mesh, shard))
-    yield "redistribute R -> S(0)", Row(lambda: x3.redistribute(mesh, shard))
-    yield "redistribute S(0) -> R", Row(lambda: x.redistribute(mesh, replicate))
+    yield "add", Operation(lambda: torch.add(x, y))
+    yield "x + y", Operation(lambda: x + y)
+    yield "add, requires grad", Operation(lambda: x_grad + y, records=True)
+    yield "add in place", Operation(lambda: z.add_(y))
+    yield "mul by scalar", Operation(lambda: x * 2.0)
+    yield "relu", Operation(lambda: torch.relu(x))
+    yield "softmax", Operation(lambda: torch.softmax(x, -1))
+    yield "sum", Operation(lambda: x.sum())
+    yield "matmul R @ S(1)", Operation(lambda: torch.mm(x3_2d, w_columns))
+    yield "linear 2-d", Operation(lambda: functional.linear(x3_2d, w, b))
+    yield "linear 3-d", Operation(lambda: functional.linear(x3, w, b))
+    yield "layer_norm", Operation(lambda: functional.layer_norm(x, (8,), scale, scale))
+    yield "t", Operation(lambda: x.t())
+    yield "view", Operation(lambda: x.view(2, 4, 8))
+    yield "detach", Operation(lambda: x.detach())
+    yield "split", Operation(lambda: x.split(4, 1))
+    yield "from_local", Operation(lambda: api.DTensor.from_local(local, mesh, shard))
+    yield "to_local", Operation(lambda: x_grad.to_local(), records=True)
+    yield "redistribute, no change", Operation(lambda: x.redistribute(mesh, shard))
+    yield "redistribute R -> S(0)", Operation(lambda: x3.redistribute(mesh, shard))
+    yield "redistribute S(0) -> R", Operation(lambda: x.redistribute(mesh, replicate))
 
     w1 = make(16, 8, placements=shard, grad=True)
     w2 = make(8, 16, placements=columns, grad=True)
@@ -116,8 +117,11 @@ def _rows(api: Any, mesh: DeviceMesh) -> Iterator[tuple[str, Row]]:
     def step() -> None:
         mlp().sum().to_local().backward()
 
-    yield "MLP forward", Row(mlp)
-    yield "MLP forward + backward", Row(step, records=True, written=lambda: [w1.grad, w2.grad])
+    yield "MLP forward", Operation(mlp)
+    yield (
+        "MLP forward + backward",
+        Operation(step, records=True, written=lambda: [w1.grad, w2.grad]),
+    )
 
     def parameters() -> list[torch.nn.Parameter]:
         made = [torch.nn.Parameter(make(8, 8, placements=shard)) for _ in range(20)]
@@ -128,11 +132,11 @@ def _rows(api: Any, mesh: DeviceMesh) -> Iterator[tuple[str, Row]]:
     for name, foreach in (("AdamW, 20 parameters", True), ("AdamW, one by one", False)):
         trained = parameters()
         step_of = torch.optim.AdamW(trained, foreach=foreach).step
-        yield name, Row(step_of, records=True, written=partial(list, trained))
+        yield name, Operation(step_of, records=True, written=partial(list, trained))
     clipped = parameters()
     yield (
         "clip_grad_norm_, 20 parameters",
-        Row(
+        Operation(
             lambda: torch.nn.utils.clip_grad_norm_(clipped, 1.0, foreach=True),
             records=True,
             written=lambda: [p.grad for p in clipped],
@@ -146,11 +150,11 @@ def _rows(api: Any, mesh: DeviceMesh) -> Iterator[tuple[str, Row]]:
         t = api.DTensor.from_local(torch.ones(1, n), mesh, shard)
         return torch.add(t, t)
 
-    yield "add, new shape each call", Row(miss)
+    yield "add, new shape each call", Operation(miss)
 
 
 @lru_cache(maxsize=1)
-def _tables(ranks: int) -> tuple[dict[str, Row], dict[str, Row], dict[str, Row]]:
+def _tables(ranks: int) -> tuple[dict[str, Operation], dict[str, Operation], dict[str, Operation]]:
     """Ours, torch's, and what they are compared with: rows of the same values."""
     mesh = init_device_mesh("cpu", (ranks,))
     ours, theirs, whole = (
@@ -161,33 +165,22 @@ def _tables(ranks: int) -> tuple[dict[str, Row], dict[str, Row], dict[str, Row]]
 
 # Operations, and the part of torch's time that they may take; None where nothing was set.
 _AT_MOST: dict[str, float | None] = {
-    "add": 1.0,
-    "x + y": 1.0,
-    "add, requires grad": 1.0,
-    "add in place": 1.0,
-    "mul by scalar": 1.0,
-    "relu": 1.0,
-    "softmax": 1.0,
-    "sum": 1.0,
-    "matmul R @ S(1)": 0.8,
-    "linear 2-d": 0.8,
-    "linear 3-d": 0.8,
-    "layer_norm": 0.8,
-    "t": None,
-    "view": None,
-    "detach": None,
-    "split": None,
-    "from_local": 0.5,
-    "to_local": None,
-    "redistribute, no change": 0.5,
-    "redistribute R -> S(0)": 0.5,
-    "redistribute S(0) -> R": 0.5,
-    "MLP forward": None,
-    "MLP forward + backward": 0.4,
-    "AdamW, 20 parameters": 0.5,
-    "AdamW, one by one": 0.5,
-    "clip_grad_norm_, 20 parameters": None,
-    "add, new shape each call": 0.2,
+    name: at_most
+    for at_most, names in (
+        (1.0, ("add", "x + y", "add, requires grad", "add in place", "mul by scalar")),
+        (1.0, ("relu", "softmax", "sum")),
+        (0.8, ("matmul R @ S(1)", "linear 2-d", "linear 3-d", "layer_norm")),
+        (None, ("t", "view", "detach", "split")),
+        (0.5, ("from_local",)),
+        (None, ("to_local",)),
+        (0.5, ("redistribute, no change", "redistribute R -> S(0)", "redistribute S(0) -> R")),
+        (None, ("MLP forward",)),
+        (0.4, ("MLP forward + backward",)),
+        (0.5, ("AdamW, 20 parameters", "AdamW, one by one")),
+        (None, ("clip_grad_norm_, 20 parameters",)),
+        (0.2, ("add, new shape each call",)),
+    )
+    for name in names
 }
 
 
@@ -209,7 +202,7 @@ def prepare(spec: Spec, options: Options) -> Prepared:
     ours, theirs, whole = (table[spec.name] for table in _tables(options.ranks))
     repeats = 5 if options.quick else _REPEATS
 
-    def repeated(row: Row) -> Call:
+    def repeated(row: Operation) -> Call:
         def call(_: int) -> Any:
             with torch.set_grad_enabled(row.records):
                 for _ in range(repeats):
@@ -230,18 +223,11 @@ def prepare(spec: Spec, options: Options) -> Prepared:
     )
 
 
-def _values(shown: tuple[Row, Any]) -> list[torch.Tensor]:
+def _values(shown: tuple[Operation, Any]) -> list[torch.Tensor]:
     """All of the tensors that a call has returned or written."""
     row, value = shown
-    return [_whole(each) for each in _flat([value, row.written()])]
-
-
-def _flat(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _flat(item)
-    elif isinstance(value, torch.Tensor):
-        yield value
+    found = tree_leaves([value, row.written()])
+    return [_whole(each) for each in found if isinstance(each, torch.Tensor)]
 
 
 def _whole(tensor: Any) -> torch.Tensor:

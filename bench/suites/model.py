@@ -15,7 +15,7 @@ import torch.distributed as dist
 from weft.bench.blocks.tensor_parallel import mesh_of_ranks
 from weft.bench.problem import Call, Options, Prepared, Spec, arrived
 from weft.demo.data import standard_library
-from weft.demo.model import Llama, Shape, parallelize
+from weft.demo.model import Llama, LlamaShape, parallelize
 
 NAME = "model"
 WORLD: Literal["ranks", "one"] = "ranks"
@@ -31,9 +31,9 @@ def cases(options: Options) -> list[Spec]:
     kv_heads = W * max(1, 4 // W)  # each rank takes whole groups of heads
     heads = 2 * kv_heads
     if options.quick:
-        shape, batch = Shape(8 * heads, 1, heads, kv_heads, 8 * kv_heads, 8 * W), 2 * W
+        shape, batch = LlamaShape(8 * heads, 1, heads, kv_heads, 8 * kv_heads, 8 * W), 2 * W
     else:
-        shape, batch = Shape(32 * heads, 4, heads, kv_heads, 176 * kv_heads, 64 * W), 4 * W
+        shape, batch = LlamaShape(32 * heads, 4, heads, kv_heads, 176 * kv_heads, 64 * W), 4 * W
     shape.check(W)
     return [
         Spec(
@@ -51,7 +51,7 @@ def prepare(spec: Spec, options: Options) -> Prepared:
     import weft.dtensor as weft_tensor
     import weft.dtensor.parallel as weft_parallel
 
-    shape, batch = Shape(**spec.params["shape"]), spec.params["batch"]
+    shape, batch = LlamaShape(**spec.params["shape"]), spec.params["batch"]
     mesh = mesh_of_ranks(options.device)
     tokens, targets = standard_library().batch(0, batch, shape.seq_len, seed=0)
     tokens, targets = tokens.to(options.device), targets.to(options.device)

@@ -87,6 +87,7 @@ def _of_model(model: Model, options: Options) -> list[tuple[str, tuple[int, ...]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 Matmul = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Drawn = Callable[..., torch.Tensor]  # normally distributed, of the sizes that it is given
 
 
 @dataclass
@@ -94,14 +95,14 @@ class _Problem:
     """What one rank has and must do.
 
     Attributes:
-        xs, ws: this rank's x and w, for each set of inputs.
+        x, w: this rank's; w (N, K), as nn.Linear's weight.
         local: all rows that the rank multiplies, as if they had been gathered.
         moved_bytes: what it must receive.
         plain: the op by the process group and torch; None where that takes equal shards only.
     """
 
-    xs: list[torch.Tensor]
-    ws: list[torch.Tensor]
+    x: torch.Tensor
+    w: torch.Tensor
     local: torch.Tensor
     expected: Callable[[], torch.Tensor]
     moved_bytes: int
@@ -132,8 +133,14 @@ def prepare(spec: Spec, options: Options) -> Prepared:
         "matmul_all_reduce": _reduced,
     }[spec.params["op"]]
     sizes = (spec.params[name] for name in SIZES)
-    problem = build(group, *sizes, _Randoms(device, options.dtype))
-    xs, ws = problem.xs, problem.ws
+    generator = torch.Generator(device).manual_seed(0)  # the same on every rank
+
+    def drawn(*shape: int) -> torch.Tensor:
+        values = torch.randn(*shape, generator=generator, device=device)
+        return values.to(options.dtype)
+
+    problem = build(group, *sizes, drawn)
+    xs, ws = _alike(problem.x), [w.t() for w in _alike(problem.w)]
 
     def on(engine: Any) -> Call:
         def call(i: int) -> torch.Tensor:
@@ -161,7 +168,7 @@ def prepare(spec: Spec, options: Options) -> Prepared:
             variants[PEERS[1]] = lambda i: plain(xs[i], ws[i])
 
     spec.params["prices"] = _prices(spec.params["op"], problem, group, device)
-    touched = problem.local.numel() + ws[0].numel() + problem.local.shape[0] * ws[0].shape[1]
+    touched = problem.local.numel() + problem.w.numel() + len(problem.local) * len(problem.w)
     least: dict[str, Call] = {
         "arithmetic": lambda i: mm(problem.local, ws[i]),
         "memory": bounds.touching(touched * options.dtype.itemsize, device),
@@ -181,37 +188,22 @@ def prepare(spec: Spec, options: Options) -> Prepared:
 
 def _prices(op: str, problem: _Problem, group: Group, device: torch.device) -> dict[str, Any]:
     """What the cost model expects of each engine, as plain values."""
-    (M, K), N, dtype = problem.local.shape, problem.ws[0].shape[1], problem.local.dtype
+    (M, K), N, dtype = problem.local.shape, len(problem.w), problem.local.dtype
     call = engines.Problem(op, M, N, K, dtype, problem.moved_bytes)
     prices = engines.predict(call, group, device)
     return {str(name): asdict(price) for name, price in prices.items()}
 
 
-@dataclass
-class _Randoms:
-    """Normally distributed tensors; `whole` ones are the same on every rank."""
-
-    device: torch.device
-    dtype: torch.dtype
-
-    def __post_init__(self) -> None:
-        self._whole = torch.Generator(self.device).manual_seed(0)
-
-    def whole(self, *shape: int) -> torch.Tensor:
-        values = torch.randn(*shape, generator=self._whole, device=self.device)
-        return values.to(self.dtype)
-
-    def like(self, first: torch.Tensor, transposed: bool = False) -> list[torch.Tensor]:
-        """`first`, and as many more of its shape as inputs are rotated."""
-        more = [torch.randn_like(first) for _ in range(INPUTS - 1)]
-        return [each.t() if transposed else each for each in (first, *more)]
+def _alike(first: torch.Tensor) -> list[torch.Tensor]:
+    """`first`, and as many more of its shape as inputs are rotated."""
+    return [first, *(torch.randn_like(first) for _ in range(INPUTS - 1))]
 
 
-def _gathered(group: Group, M: int, N: int, K: int, randoms: _Randoms) -> _Problem:
+def _gathered(group: Group, M: int, N: int, K: int, drawn: Drawn) -> _Problem:
     import torch.distributed._symmetric_memory  # registers torch.ops.symm_mem
 
     rows, columns = chunk_sizes(M, group.world_size), chunk_sizes(N, group.world_size)
-    x_whole, w_whole = randoms.whole(M, K), randoms.whole(N, K)  # as nn.Linear's weight
+    x_whole, w_whole = drawn(M, K), drawn(N, K)  # as nn.Linear's weight
     x = x_whole.split(rows)[group.rank].clone()
     w = w_whole.split(columns)[group.rank].clone()
     gathered = torch.empty_like(x_whole)
@@ -226,8 +218,8 @@ def _gathered(group: Group, M: int, N: int, K: int, randoms: _Randoms) -> _Probl
         return y
 
     return _Problem(
-        randoms.like(x),
-        randoms.like(w, transposed=True),
+        x,
+        w,
         x_whole,
         lambda: x_whole.double() @ w.double().t(),
         (M - rows[group.rank]) * K * x.element_size(),
@@ -238,19 +230,19 @@ def _gathered(group: Group, M: int, N: int, K: int, randoms: _Randoms) -> _Probl
 
 
 def _columns(
-    group: Group, M: int, N: int, K: int, randoms: _Randoms
+    group: Group, M: int, N: int, K: int, drawn: Drawn
 ) -> tuple[torch.Tensor, torch.Tensor, Callable[[], torch.Tensor]]:
     """This rank's columns of x, the weight's columns that go with them, and all of x @ w^T."""
     shares = chunk_sizes(K, group.world_size)
-    x_whole, w_whole = randoms.whole(M, K), randoms.whole(N, K)
+    x_whole, w_whole = drawn(M, K), drawn(N, K)
     x, w = (each.split(shares, 1)[group.rank].clone() for each in (x_whole, w_whole))
     return x, w, lambda: x_whole.double() @ w_whole.double().t()
 
 
-def _scattered(group: Group, M: int, N: int, K: int, randoms: _Randoms) -> _Problem:
+def _scattered(group: Group, M: int, N: int, K: int, drawn: Drawn) -> _Problem:
     import torch.distributed._symmetric_memory  # registers torch.ops.symm_mem
 
-    x, w, whole = _columns(group, M, N, K, randoms)
+    x, w, whole = _columns(group, M, N, K, drawn)
     rows = chunk_sizes(M, group.world_size)
     out = x.new_empty(rows[group.rank], N)
 
@@ -264,8 +256,8 @@ def _scattered(group: Group, M: int, N: int, K: int, randoms: _Randoms) -> _Prob
         return y
 
     return _Problem(
-        randoms.like(x),
-        randoms.like(w, transposed=True),
+        x,
+        w,
         x,
         lambda: whole().split(rows)[group.rank],
         (group.world_size - 1) * out.numel() * x.element_size(),
@@ -275,10 +267,10 @@ def _scattered(group: Group, M: int, N: int, K: int, randoms: _Randoms) -> _Prob
     )
 
 
-def _reduced(group: Group, M: int, N: int, K: int, randoms: _Randoms) -> _Problem:
+def _reduced(group: Group, M: int, N: int, K: int, drawn: Drawn) -> _Problem:
     import torch.distributed._symmetric_memory as memory  # registers torch.ops.symm_mem
 
-    x, w, whole = _columns(group, M, N, K, randoms)
+    x, w, whole = _columns(group, M, N, K, drawn)
     shown = x.new_empty(0)
 
     def plain(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -298,8 +290,8 @@ def _reduced(group: Group, M: int, N: int, K: int, randoms: _Randoms) -> _Proble
 
     W = group.world_size
     return _Problem(
-        randoms.like(x),
-        randoms.like(w, transposed=True),
+        x,
+        w,
         x,
         whole,
         2 * (W - 1) * M * N // W * x.element_size(),

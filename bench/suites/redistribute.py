@@ -79,12 +79,7 @@ def prepare(spec: Spec, options: Options) -> Prepared:
     def tensors(api: Any) -> list[Any]:
         first = _distributed(api, whole, mesh, source)
         more = (torch.randn_like(first.to_local()) for _ in range(INPUTS - 1))
-        return [first, *(
-            api.DTensor.from_local(
-                local, mesh, source, run_check=False, shape=whole.shape, stride=whole.stride()
-            )
-            for local in more
-        )]  # fmt: skip
+        return [first, *(_laid_out(api, local, whole, mesh, source) for local in more)]
 
     ours, theirs = tensors(weft_tensor), tensors(torch_tensor)
     with CommDebugMode() as counted:
@@ -116,6 +111,9 @@ def _distributed(
     for dim, each in enumerate(placements):
         if isinstance(each, Partial):
             local /= mesh.size(dim)
-    return api.DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
+    return _laid_out(api, local, whole, mesh, placements)
+
+
+def _laid_out(api: Any, local: torch.Tensor, whole: torch.Tensor, mesh: Any, layout: Any) -> Any:
+    sizes = {"shape": whole.shape, "stride": whole.stride()}
+    return api.DTensor.from_local(local, mesh, layout, run_check=False, **sizes)

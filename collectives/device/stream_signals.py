@@ -16,6 +16,7 @@ import triton.language as tl
 
 from weft import settings
 from weft.collectives.device import signals
+from weft.collectives.device.launches import launching
 from weft.collectives.ranks import pad
 
 if TYPE_CHECKING:
@@ -114,12 +115,14 @@ def _end_kernel(signal_ptrs, rank, results) -> None:
 
 def begin(ws: Workspace) -> None:
     """Begin the next call on `ws`."""
-    _begin_kernel[(1,)](ws.signal_ptrs, ws.rank, GENERATION_WORD=pad.GENERATION, num_warps=1)
+    launching(_begin_kernel, 1)(
+        ws.signal_ptrs, ws.rank, GENERATION_WORD=pad.GENERATION, num_warps=1
+    )
 
 
 def post(ws: Workspace, first: int, count: int = 1, word: int = DATA_WORD) -> None:
     """Publish to `count` ranks, from `first` on, what the stream has written so far."""
-    _post_kernel[(1,)](
+    launching(_post_kernel, 1)(
         ws.signal_ptrs, ws.rank, first, count,
         WORLD_SIZE=ws.world_size, GENERATION_WORD=pad.GENERATION, SLOT_WORD=word, num_warps=1,
     )  # fmt: skip
@@ -127,7 +130,7 @@ def post(ws: Workspace, first: int, count: int = 1, word: int = DATA_WORD) -> No
 
 def wait(ws: Workspace, first: int, count: int = 1, word: int = DATA_WORD) -> None:
     """Hold the stream until `count` ranks, from `first` on, have posted in this call."""
-    _wait_kernel[(1,)](
+    launching(_wait_kernel, 1)(
         ws.signal_ptrs, ws.rank, first, count, ws.timeout_ns, WORLD_SIZE=ws.world_size,
         GENERATION_WORD=pad.GENERATION, SLOT_WORD=word, ONE=count == 1, num_warps=1,
     )  # fmt: skip
@@ -140,7 +143,7 @@ def end(ws: Workspace, results: Sequence[torch.Tensor] = ()) -> None:
     # Bytes of ones are NaN in whatever type that the results of calls can have.
     flat = [x.as_strided((x.numel(),), (1,)).view(torch.int8) for x in results]
     pairs = tuple((x, x.numel()) for x in flat)
-    _end_kernel[(1,)](ws.signal_ptrs, ws.rank, pairs, num_warps=4)
+    launching(_end_kernel, 1)(ws.signal_ptrs, ws.rank, pairs, num_warps=4)
 
 
 def barrier(buffer: SymmetricBuffer, channel: int, timeout: float | None = None) -> None:
@@ -150,6 +153,8 @@ def barrier(buffer: SymmetricBuffer, channel: int, timeout: float | None = None)
     words = {"WORLD_SIZE": W, "GENERATION_WORD": generation, "SLOT_WORD": channel, "num_warps": 1}
     timeout = settings.timeout_s() if timeout is None else timeout
     timeout_ns = signals.nanoseconds(timeout)
-    _begin_kernel[(1,)](buffer.signal_ptrs, buffer.rank, GENERATION_WORD=generation, num_warps=1)
-    _post_kernel[(1,)](*peers, **words)
-    _wait_kernel[(1,)](*peers, timeout_ns, ONE=W == 2, **words)
+    launching(_begin_kernel, 1)(
+        buffer.signal_ptrs, buffer.rank, GENERATION_WORD=generation, num_warps=1
+    )
+    launching(_post_kernel, 1)(*peers, **words)
+    launching(_wait_kernel, 1)(*peers, timeout_ns, ONE=W == 2, **words)

@@ -41,6 +41,7 @@ import triton.language as tl
 from weft import settings
 from weft.collectives.device import signals
 from weft.collectives.device.device_math import cdiv, divided, either_ptr, element, rounded
+from weft.collectives.device.launches import launching, layouts_of
 from weft.collectives.memory.workspace import Workspace, check_room, link_of
 from weft.collectives.ranks.chunks import offsets
 
@@ -404,6 +405,31 @@ def launch_exchange(
         widest: size of the largest piece of all ranks.
         config: the same on all ranks.
     """
+
+    def launched() -> tuple[torch.Tensor, ...]:
+        _launch_exchange(x, out, ws, send_at, sends, receives, widest, config)
+        return ()
+
+    operands = _apart(x, out)
+    sizes = *send_at, *sends, *receives, widest
+    ws.repeat(("exchange", sizes, config, layouts_of(operands)), operands, launched)
+
+
+def _apart(x: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Both, or what they both are."""
+    return (x,) if x.data_ptr() == out.data_ptr() else (x, out)
+
+
+def _launch_exchange(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    ws: Workspace,
+    send_at: Sequence[int],
+    sends: Sequence[int],
+    receives: Sequence[int],
+    widest: int,
+    config: CollectiveConfig,
+) -> None:
     size = x.element_size()
     needed = workspace_bytes(widest * size, ws.world_size, config)
     check_room(ws, needed, "workspace_bytes(bytes of the largest piece, world_size, config)")
@@ -417,7 +443,7 @@ def launch_exchange(
     def words(values: Sequence[int]) -> tuple[int, ...]:
         return tuple(value * size // word for value in values)
 
-    _exchange_kernel[(config.programs,)](
+    launching(_exchange_kernel, config.programs)(
         as_words(out, word),
         as_words(x, word),
         Pieces(words(send_at), words(sends)),
@@ -461,6 +487,24 @@ def launch_reduce(
         sizes: elements of x that each rank gets, in rank order.
         config: the same on all ranks; `two_shot` needs `sizes` to be None.
     """
+
+    def launched() -> tuple[torch.Tensor, ...]:
+        _launch_reduce(x, out, ws, sizes, op, config)
+        return ()
+
+    operands = _apart(x, out)
+    shares = None if sizes is None else (*sizes,)
+    ws.repeat((op, shares, config, layouts_of(operands)), operands, launched)
+
+
+def _launch_reduce(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    ws: Workspace,
+    sizes: Sequence[int] | None,
+    op: str,
+    config: CollectiveConfig,
+) -> None:
     W, itemsize = ws.world_size, x.element_size()
     count = x.numel()
     if sizes is not None:
@@ -477,7 +521,7 @@ def launch_reduce(
     needed = workspace_bytes(nbytes, W, config)
     how = "workspace_bytes(bytes, world_size, config), as collective_config counts them"
     check_room(ws, needed, how)
-    _reduce_kernel[(config.programs,)](
+    launching(_reduce_kernel, config.programs)(
         out,
         x,
         Pieces(starts, shares),

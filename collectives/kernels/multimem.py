@@ -28,6 +28,7 @@ import triton.language as tl
 
 from weft.collectives.device import signals
 from weft.collectives.device.device_math import cdiv
+from weft.collectives.device.launches import launching
 from weft.collectives.kernels.kernel_collectives import within_budget
 from weft.collectives.memory.workspace import Workspace, check_room, link_of
 
@@ -156,7 +157,7 @@ def launch_all_reduce(x: torch.Tensor, out: torch.Tensor, ws: Workspace) -> None
         raise NotImplementedError("this memory has no multicast address: its links cannot add")
     check_room(ws, workspace_bytes(nbytes, ws.world_size), "workspace_bytes(bytes, world_size)")
     vectors = _vectors(nbytes, ws.world_size)
-    _multimem_kernel[(max(1, min(within_budget(_PROGRAMS), -(-vectors // _BLOCK))),)](
+    launching(_multimem_kernel, max(1, min(within_budget(_PROGRAMS), -(-vectors // _BLOCK))))(
         out,
         x,
         ws.buffer.multicast_ptr,

@@ -31,6 +31,7 @@ import triton.language as tl
 
 from weft.collectives.device import signals
 from weft.collectives.device.device_math import cdiv, divided, either_ptr, rounded
+from weft.collectives.device.launches import launching
 from weft.collectives.kernels.kernel_collectives import (
     REDUCED,
     as_words,
@@ -71,7 +72,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Table:
+class BoxTable:
     """Boxes as the kernel reads them. Made by `table_of`.
 
     Attributes:
@@ -137,7 +138,7 @@ def table_of(
     op: str | None = None,
     divisor: int = 1,
     align: int = 16,
-) -> Table:
+) -> BoxTable:
     """What `rank` is to take, made once for all calls with the same layouts.
 
     Args:
@@ -174,7 +175,7 @@ def table_of(
             row += [extent, target // word, source // word]
         rows.append([*row, inner // word, 1, 1])
         holders += box.holders
-    return Table(
+    return BoxTable(
         persistent(torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1), device),
         persistent(torch.tensor(holders, dtype=torch.int64, device="cpu"), device),
         sum(box.holders == (rank,) for box in boxes),
@@ -312,7 +313,7 @@ def alignment(x: torch.Tensor, out: torch.Tensor) -> int:
 
 
 def launch_pull(
-    x: torch.Tensor, out: torch.Tensor, ws: Workspace, table: Table, *, publish: bool
+    x: torch.Tensor, out: torch.Tensor, ws: Workspace, table: BoxTable, *, publish: bool
 ) -> None:
     """Enqueue one pull. Every rank of the group must, with its own table.
 
@@ -332,7 +333,7 @@ def launch_pull(
         check_room(ws, x.numel() * x.element_size(), "the bytes of the largest x")
     shown = given.numel() if publish else 0
     link = link_of(ws)
-    _publish_kernel[(max(1, min(most, -(-shown // block))),)](
+    launching(_publish_kernel, max(1, min(most, -(-shown // block))))(
         given,
         link,
         shown,
@@ -342,7 +343,7 @@ def launch_pull(
         num_warps=_SUM_WARPS,
     )
     row = _HEAD + 3 * table.dims
-    _pull_kernel[(max(1, min(most, -(-into.numel() // block))),)](
+    launching(_pull_kernel, max(1, min(most, -(-into.numel() // block))))(
         into,
         into.numel(),
         given,

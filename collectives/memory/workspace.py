@@ -9,7 +9,7 @@ and the scatter of one backward, use two channels.
 from __future__ import annotations
 
 import atexit
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -40,6 +40,10 @@ _VECTOR = 16  # bytes to which the addresses of halves are aligned at least
 _SMALLEST_HALF = 256 << 10
 
 
+_Results = Sequence[torch.Tensor]
+_Repeat = Callable[[Hashable, Sequence["torch.Tensor | None"], Callable[[], _Results]], _Results]
+
+
 class Workspace:
     """Symmetric memory of one (group, device, channel), and its signals.
 
@@ -67,6 +71,7 @@ class Workspace:
             self.waiter = self.buffer.waiter()
             self.own = self.waiter.own
         self.captured = False
+        self._repeated: _Repeat | None = None
         self._failed = ""  # the op of a call that this rank began and did not make
 
     @property
@@ -129,6 +134,34 @@ class Workspace:
             raise
         self.launched(op)
         calls.end(noted)
+
+    def repeat(
+        self,
+        key: Hashable,
+        operands: Sequence[torch.Tensor | None],
+        make: Callable[[], Sequence[torch.Tensor]],
+    ) -> Sequence[torch.Tensor]:
+        """The results of `make()`, whose launches are kept: see `weft.collectives.device.launches`.
+
+        Inside `call`. Virtual ranks that run at the same time keep step in each launch, so that
+        theirs are made anew.
+
+        Args:
+            key: all that `make` goes by, such as the layouts of `operands`.
+            operands: all tensors that it is given.
+            make: makes all launches of the call, and returns new tensors.
+        """
+        if self._repeated is None:
+            self._repeated = self._repeater()
+        return self._repeated((key, settings.timeout_s(), settings.sms()), operands, make)
+
+    def _repeater(self) -> _Repeat:
+        from weft.collectives.device import launches, signals
+
+        virtual = self.group.virtual
+        if signals.INTERPRETED or (virtual is not None and virtual.sharing > 1):
+            return lambda key, operands, make: make()
+        return launches.Repeated(self.device, [self.buffer_ptrs, self.signal_ptrs]).call
 
     def check(self, op: str) -> None:
         """Begin a call: raise `PeerTimeout` if a wait here has timed out, on any rank, or

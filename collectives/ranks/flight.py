@@ -76,7 +76,7 @@ def _words(value: Hashable) -> str:
     return str(list(value)) if isinstance(value, tuple) else str(value).removeprefix("torch.")
 
 
-class Recorder:
+class FlightRecorder:
     """The ring of this process."""
 
     def __init__(self) -> None:
@@ -99,14 +99,14 @@ class Recorder:
         self._words[(number % CALLS + 1) * _WORDS + _ENDED] = time.monotonic_ns()
 
 
-_own: Recorder | None = None
+_own: FlightRecorder | None = None
 
 
-def recorder() -> Recorder:
+def recorder() -> FlightRecorder:
     """That of this process."""
     global _own
     if _own is None:
-        _own = Recorder()
+        _own = FlightRecorder()
     return _own
 
 
@@ -168,7 +168,7 @@ class Calls:
         self,
         group: str = "",
         readers: Mapping[int, Reader] | None = None,
-        own: Recorder | None = None,
+        own: FlightRecorder | None = None,
     ) -> None:
         """
         Args:

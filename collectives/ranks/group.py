@@ -71,7 +71,7 @@ def _stat(pid: str) -> tuple[str, str]:
     return fields[0], fields[19]
 
 
-class Ranks(Protocol):
+class VirtualRanks(Protocol):
     """What ranks that are not processes, as `weft.sim` runs them, must provide.
 
     Attributes:
@@ -132,7 +132,7 @@ class Group:
     ranks: tuple[int, ...]
     processes: tuple[Process, ...]
     why: str = ""
-    virtual: Ranks | None = None
+    virtual: VirtualRanks | None = None
     calls: flight.Calls = field(default_factory=flight.Calls)
 
     @property

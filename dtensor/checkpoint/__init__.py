@@ -93,10 +93,7 @@ def save(state_dict: Mapping[str, Any], checkpoint_id: str | os.PathLike[str]) -
 
 
 def load(
-    state_dict: dict[str, Any],
-    checkpoint_id: str | os.PathLike[str],
-    *,
-    weights_only: bool = True,
+    state_dict: dict[str, Any], checkpoint_id: str | os.PathLike[str], *, weights_only: bool = True
 ) -> None:
     """Read a checkpoint into the tensors of `state_dict`, in place. Collective.
 

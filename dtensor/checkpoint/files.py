@@ -33,7 +33,7 @@ from weft.dtensor.checkpoint.metadata import (
     read_metadata,
     stored_crc,
 )
-from weft.dtensor.layout.boxes import Layout, Placements, Ranks, contiguous_stride, normalize
+from weft.dtensor.layout.boxes import Layout, Placements, StandInMesh, contiguous_stride, normalize
 
 Progress = Callable[[int], object]
 
@@ -431,7 +431,7 @@ def reshard(
     if out.exists():
         raise ValueError(f"{out} exists: name a new folder")
     count = math.prod(sizes)
-    mesh: Any = Ranks(torch.arange(count).view(sizes))
+    mesh: Any = StandInMesh(torch.arange(count).view(sizes))
     layouts = {
         name: Layout(
             mesh,

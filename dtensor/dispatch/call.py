@@ -1,13 +1,13 @@
 """What a rule sees of a call, and what it answers.
 
-A rule is a function of a `Call`, an op with layouts in place of its tensors. It answers with
+A rule is a function of an `OpCall`, an op with layouts in place of its tensors. It answers with
 strategies for one mesh dim (`Choices`), with a decision for all of them (`Chosen`), or with a
 function of DTensors that computes the op (`Decomposed`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -39,7 +39,7 @@ class Way(NamedTuple):
     """
 
     name: str
-    price: Callable[[Call, int], float | str]
+    price: Callable[[OpCall, int], float | str]
 
 
 PENDING = "pending"
@@ -56,7 +56,7 @@ class Strategy(NamedTuple):
     way: Way | None = None
 
 
-Localize = Callable[["Call", list[Layout], list[Layout]], Op]
+Localize = Callable[["OpCall", list[Layout], list[Layout]], Op]
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Meta:
     dtype: torch.dtype
 
 
-class Call:
+class OpCall:
     """An op with its arguments, a `Layout` in place of each tensor."""
 
     def __init__(self, op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -188,18 +188,22 @@ class Call:
         return f"{self.name}({', '.join(map(repr, self.inputs))})"
 
 
-Rule = Callable[[Call], "Choices | Chosen | Decomposed"]
+Rule = Callable[[OpCall], "Choices | Chosen | Decomposed"]
 rules: dict[str, Rule] = {}
 # Users' rules (`experimental.register_sharding`), by overload; they take precedence over ours.
 rules_of_overloads: dict[Op, Rule] = {}
-_RuleT = TypeVar("_RuleT", bound=Callable[[Call], Any])
+_RuleT = TypeVar("_RuleT", bound=Callable[[OpCall], Any])
 
 
-def rule(*names: str) -> Callable[[_RuleT], _RuleT]:
-    """Register the decorated function as the rule of these ops (in-place variants included)."""
+def rule(names: str | Iterable[str]) -> Callable[[_RuleT], _RuleT]:
+    """Register the decorated function as the rule of these ops (in-place variants included).
+
+    Args:
+        names: of the ops, without their overloads; in a string separated by blanks.
+    """
 
     def register(function: _RuleT) -> _RuleT:
-        for name in names:
+        for name in names.split() if isinstance(names, str) else names:
             rules[name] = function
         return function
 

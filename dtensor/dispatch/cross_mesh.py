@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Replicate
 
-from weft.dtensor.dispatch.call import Call, Op, leaves, map_tree
+from weft.dtensor.dispatch.call import Op, OpCall, leaves, map_tree
 from weft.dtensor.layout.boxes import Layout, layout_of
 from weft.dtensor.tensor import DTensor, local_as, wrap
 
 
-def of_one_mesh(func: Op, call: Call) -> Callable[..., Any]:
+def of_one_mesh(func: Op, call: OpCall) -> Callable[..., Any]:
     """A function that does what `call` asks, by calls of `func` on one mesh each.
 
     Raises:
@@ -53,12 +53,12 @@ def of_one_mesh(func: Op, call: Call) -> Callable[..., Any]:
     return run
 
 
-def _lead(call: Call) -> Layout:
+def _lead(call: OpCall) -> Layout:
     """The tensor whose mesh is taken: the first that is more than a number."""
     return next((a for a in call.inputs if a.shape and a.shape != (1,)), call.inputs[0])
 
 
-def _check_moves(call: Call, number: Layout, lead: Layout) -> None:
+def _check_moves(call: OpCall, number: Layout, lead: Layout) -> None:
     same_ranks = set(number.place.ranks) == set(lead.place.ranks)
     if torch.Size(number.shape).numel() != 1 or not same_ranks:
         raise NotImplementedError(

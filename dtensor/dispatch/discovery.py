@@ -29,7 +29,7 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import _disable_current_modes
 
-from weft.dtensor.dispatch.call import Call, Meta, Strategy, leaves, map_tree
+from weft.dtensor.dispatch.call import Meta, OpCall, Strategy, leaves, map_tree
 from weft.dtensor.layout.boxes import (
     Layout,
     Shape,
@@ -61,7 +61,7 @@ _Found = tuple[_Kinds | None, bool]
 _found: dict[Any, _Found] = {}
 
 
-def discovered(call: Call, writes: Sequence[int]) -> tuple[list[Strategy], bool]:
+def discovered(call: OpCall, writes: Sequence[int]) -> tuple[list[Strategy], bool]:
     """(strategies that a probe of the op has confirmed, whether it has refused some values).
 
     No strategies where nothing can be proven.
@@ -84,7 +84,7 @@ def discovered(call: Call, writes: Sequence[int]) -> tuple[list[Strategy], bool]
     return strategies, refuses
 
 
-def _in_numbers(call: Call) -> Call:
+def _in_numbers(call: OpCall) -> OpCall:
     """The call with numbers in place of symbolic sizes, as a probe needs them."""
 
     def settled(a: Any) -> Any:
@@ -94,7 +94,7 @@ def _in_numbers(call: Call) -> Call:
             return Meta(tuple(map(int, a.shape)), tuple(map(int, a.stride)), a.dtype)
         return int(a) if isinstance(a, torch.SymInt) else a
 
-    numbers = Call(call.op, *map_tree([list(call.args), call.kwargs], settled))
+    numbers = OpCall(call.op, *map_tree([list(call.args), call.kwargs], settled))
     numbers.name = call.name
     numbers.outputs = list(map(settled, call.outputs))
     numbers.output_tree = map_tree(call.output_tree, settled)
@@ -107,7 +107,7 @@ def _placement(found: int | str, like: Placement) -> Placement:
     return Partial("sum") if found == "sum" else Replicate()
 
 
-def _may_probe(call: Call) -> bool:
+def _may_probe(call: OpCall) -> bool:
     op: Any = call.op
     tags = set(getattr(op, "tags", ()))
     unfit = {
@@ -129,7 +129,7 @@ def _may_probe(call: Call) -> bool:
     return not any(not (is_inexact(t.dtype) or t.dtype == torch.bool) for t in call.inputs)
 
 
-def _cuts_to_try(call: Call) -> Iterator[tuple[Placement, tuple[int | None, ...]]]:
+def _cuts_to_try(call: OpCall) -> Iterator[tuple[Placement, tuple[int | None, ...]]]:
     """For each shard of a tensor: the others cut along a dim of the same size, or replicated."""
     seen: set[tuple[int | None, ...]] = set()
     count = 0
@@ -153,7 +153,7 @@ def _cuts_to_try(call: Call) -> Iterator[tuple[Placement, tuple[int | None, ...]
                     yield placement, dims
 
 
-def _leaves_empty(call: Call, dims: tuple[int | None, ...]) -> bool:
+def _leaves_empty(call: OpCall, dims: tuple[int | None, ...]) -> bool:
     """Whether a rank of the mesh may have nothing of a dim that is cut."""
     pieces = math.lcm(*map(pieces_of, call.placements))
     ranks = len(call.inputs[0].place.ranks) * pieces
@@ -165,7 +165,7 @@ def _leaves_empty(call: Call, dims: tuple[int | None, ...]) -> bool:
     return any(n % ranks and (nested or -(-n // -(-n // ranks)) < ranks) for n in sizes)
 
 
-def _shrunk(call: Call) -> dict[int, int]:
+def _shrunk(call: OpCall) -> dict[int, int]:
     """A smaller size for each large one."""
     tensors = cast("list[Layout | Meta]", [*call.inputs, *call.outputs])
     # Twelve keeps what the size leaves when divided by 2, 3 and 4.
@@ -178,24 +178,22 @@ def _shrunk(call: Call) -> dict[int, int]:
     return small
 
 
-def _probed(call: Call, dims: tuple[int | None, ...], writes: Sequence[int], empty: bool) -> _Found:
+def _probed(
+    call: OpCall, dims: tuple[int | None, ...], writes: Sequence[int], empty: bool
+) -> _Found:
     """What a probe finds of inputs that are cut along `dims`."""
     small = _shrunk(call)
     key = _key(call, dims, small, empty)
     if key not in _found:
         if len(_found) > 4096:
             _found.clear()
-        with (
-            _disable_current_modes(),
-            torch.no_grad(),
-            warnings.catch_warnings(),
-        ):
+        with _disable_current_modes(), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             _found[key] = _probe(call, dims, tuple(writes), small, empty)
     return _found[key]
 
 
-def _key(call: Call, dims: Any, small: dict[int, int], empty: bool) -> Any:
+def _key(call: OpCall, dims: Any, small: dict[int, int], empty: bool) -> Any:
     def frozen(a: Any) -> Any:
         if isinstance(a, Layout):
             return "tensor", tuple(small.get(n, n) for n in a.shape), a.dtype
@@ -209,7 +207,7 @@ def _key(call: Call, dims: Any, small: dict[int, int], empty: bool) -> Any:
 
 
 def _probe(
-    call: Call,
+    call: OpCall,
     dims: tuple[int | None, ...],
     writes: tuple[int, ...],
     small: dict[int, int],
@@ -256,7 +254,7 @@ def _first(kinds: set[int | str]) -> int | str:
     return shards[0] if shards else ("same" if "same" in kinds else "sum")
 
 
-def _shapes_fit(call: Call, dims: tuple[int | None, ...], believed: list[set[int | str]]) -> bool:
+def _shapes_fit(call: OpCall, dims: tuple[int | None, ...], believed: list[set[int | str]]) -> bool:
     """Whether the real outputs can be cut like the real inputs, by dims of the same size."""
     length = next(t.shape[d] for t, d in zip(call.inputs, dims, strict=True) if d is not None)
     for meta, kinds in zip(call.outputs, believed, strict=True):
@@ -273,7 +271,7 @@ def _cuts(length: int, empty: bool, seed: int) -> list[int]:
 
 
 def _compare(
-    call: Call,
+    call: OpCall,
     dims: tuple[int | None, ...],
     tensors: list[torch.Tensor],
     writes: tuple[int, ...],
@@ -338,7 +336,7 @@ def _varies(result: torch.Tensor) -> bool:
 
 
 def _run_copies(
-    call: Call, tensors: list[torch.Tensor], writes: tuple[int, ...]
+    call: OpCall, tensors: list[torch.Tensor], writes: tuple[int, ...]
 ) -> list[torch.Tensor] | None:
     """Results, or what is written, of the op on these tensors; None where it refuses them."""
     copies = [t.clone() for t in tensors]
@@ -394,14 +392,14 @@ def _definite(rng: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.T
     return values
 
 
-def _beyond_numbers(call: Call) -> list[_Draw]:
+def _beyond_numbers(call: OpCall) -> list[_Draw]:
     """Values beyond the numbers that the op is given, where those are large: bounds, say."""
     numbers = [a for a in leaves([call.args, call.kwargs]) if type(a) in (int, float)]
     largest = max((abs(a) for a in numbers if abs(a) < 1e30), default=0)
     return [_draw(8 * largest, -4 * largest, False)] if largest > _LARGE else []
 
 
-def _masks(call: Call) -> list[_Draw]:
+def _masks(call: OpCall) -> list[_Draw]:
     """Masks all alike, begun or ended with False, and more random ones: few small ones tell much.
 
     Whether a part of `masked_scatter` takes the right values shows only if one before it is False.

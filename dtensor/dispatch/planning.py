@@ -20,12 +20,12 @@ from weft import settings
 from weft.collectives.ranks.group import unwatched
 from weft.dtensor.dispatch.agreement import agreed
 from weft.dtensor.dispatch.call import (
-    Call,
     Choices,
     Chosen,
     Decomposed,
     Meta,
     Op,
+    OpCall,
     Rule,
     Strategy,
     Way,
@@ -36,7 +36,7 @@ from weft.dtensor.dispatch.call import (
 )
 from weft.dtensor.dispatch.cross_mesh import of_one_mesh
 from weft.dtensor.dispatch.discovery import discovered
-from weft.dtensor.dispatch.pricing import choose
+from weft.dtensor.dispatch.pricing import choose_strategies
 from weft.dtensor.dispatch.variants import by_functional
 from weft.dtensor.layout.boxes import Layout, check_dense, is_open, layout_of
 from weft.dtensor.layout.symbolic import cached
@@ -107,17 +107,17 @@ def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> CallPlan
     for tensor in tensors:
         if not isinstance(tensor, DTensor):
             check_dense(str(func), tensor)
-    call = Call(func, *map_tree([list(args), kwargs], lambda a: _layout_of_argument(a, mesh)))
+    call = OpCall(func, *map_tree([list(args), kwargs], lambda a: _layout_of_argument(a, mesh)))
     return _plan_of_call(call, [not isinstance(t, DTensor) for t in tensors])
 
 
 @cached
 def plan_of(op: Op, *layouts: Layout | None) -> CallPlan:
     """The plan of an op of ours on DTensors of these layouts, kept as the layouts are."""
-    return _plan_of_call(Call(op, layouts, {}), [False] * len(layouts))
+    return _plan_of_call(OpCall(op, layouts, {}), [False] * len(layouts))
 
 
-def _plan_of_call(call: Call, plain: list[bool]) -> CallPlan:
+def _plan_of_call(call: OpCall, plain: list[bool]) -> CallPlan:
     func, mesh = call.op, call.mesh
     if any(layout.mesh != mesh for layout in call.inputs):
         return CallPlan(func, decomposed=of_one_mesh(func, call))
@@ -141,12 +141,12 @@ def _plan_of_call(call: Call, plain: list[bool]) -> CallPlan:
             return _outside(call, writes, [])
         return CallPlan(func, decomposed=decision.function)
     if isinstance(decision, Choices):
-        decision = choose(call, decision, writes, plain)
+        decision = choose_strategies(call, decision, writes, plain)
     return _planned(call, decision, writes, plain, known)
 
 
 def _planned(
-    call: Call, decision: Chosen, writes: list[int], plain: list[bool], known: bool
+    call: OpCall, decision: Chosen, writes: list[int], plain: list[bool], known: bool
 ) -> CallPlan:
     """The plan of a call whose placements are decided: by a rule if `known`, else by trying it."""
     targets = [
@@ -222,7 +222,7 @@ def _rule_of(func: Op, name: str) -> Rule | None:
     return found
 
 
-def _local_op(call: Call) -> Op:
+def _local_op(call: OpCall) -> Op:
     """What computes the op on local tensors."""
     # torch's argument parsers, used by `quickest`, would turn symbolic sizes into numbers.
     in_numbers = not any(isinstance(a, _SYMBOLS) for a in leaves([call.args, call.kwargs]))
@@ -240,7 +240,7 @@ def _composite(func: Op) -> Op | None:
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
-def _outside(call: Call, writes: list[int], results: list[Layout]) -> CallPlan:
+def _outside(call: OpCall, writes: list[int], results: list[Layout]) -> CallPlan:
     """The plan of a process outside of the mesh: it computes nothing and gets empty results.
 
     They are placed as inside the mesh if that is known, so that they can be redistributed.
@@ -336,7 +336,7 @@ def quickest(op: Op) -> Op:
     return _PARSED.get(name, op) if getattr(op, "namespace", "") == "aten" else op
 
 
-def _fault(call: Call, targets: list[Layout]) -> tuple[type[Exception], str] | None:
+def _fault(call: OpCall, targets: list[Layout]) -> tuple[type[Exception], str] | None:
     """The error that may occur on some ranks only; None if there is none."""
     cut = [t.dtype for t in targets if t.cut_dims]
     if call.refuses and cut:
@@ -354,7 +354,7 @@ def _fault(call: Call, targets: list[Layout]) -> tuple[type[Exception], str] | N
     return None
 
 
-def _refusal(call: Call, targets: list[Layout]) -> Op | None:
+def _refusal(call: OpCall, targets: list[Layout]) -> Op | None:
     """On a rank without elements: raises what the op raises for such dtypes where there are some.
 
     Kernels may look at the dtype only if there is something to compute.
@@ -400,7 +400,7 @@ def _layout_of_argument(a: Any, mesh: Any) -> Any:
     return a
 
 
-def written(call: Call) -> list[int]:
+def written(call: OpCall) -> list[int]:
     """Positions, among the tensor arguments, of those that the op writes."""
     schema = getattr(call.op, "_schema", None)
     if schema is None or not schema.is_mutable:
@@ -418,7 +418,7 @@ def written(call: Call) -> list[int]:
     return positions
 
 
-def _returned(call: Call, writes: list[int]) -> list[int] | None:
+def _returned(call: OpCall, writes: list[int]) -> list[int] | None:
     """Which written argument each result is; None if the results are new tensors."""
     schema = getattr(call.op, "_schema", None)
     if not writes or schema is None or not schema.returns:
@@ -434,7 +434,7 @@ def _returned(call: Call, writes: list[int]) -> list[int] | None:
     return found if len(found) == len(schema.returns) else None
 
 
-def _is_view(call: Call) -> bool:
+def _is_view(call: OpCall) -> bool:
     schema = getattr(call.op, "_schema", None)
     return (
         schema is not None
@@ -443,7 +443,7 @@ def _is_view(call: Call) -> bool:
     )
 
 
-def _check_unchanged(call: Call, target: Layout, meta: Meta) -> None:
+def _check_unchanged(call: OpCall, target: Layout, meta: Meta) -> None:
     if meta.shape != target.shape:
         raise NotImplementedError(
             f"{call} in place would change the shape {target.shape} to {meta.shape}: use the "
@@ -451,7 +451,7 @@ def _check_unchanged(call: Call, target: Layout, meta: Meta) -> None:
         )
 
 
-def _learn_outputs(call: Call) -> None:
+def _learn_outputs(call: OpCall) -> None:
     """Run the op on meta tensors: shapes, strides and dtypes of the global results.
 
     If these depend on the data, the result is known only after the op has run.
@@ -503,7 +503,7 @@ def _meta_of(value: Any) -> Any:
     return value
 
 
-def _unknown(call: Call, writes: list[int]) -> Choices:
+def _unknown(call: OpCall, writes: list[int]) -> Choices:
     """Strategies of an op without a rule: what a probe found, or all tensors replicated."""
     found: list[Strategy] = []
     if call.output_tree is not _DYNAMIC:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.collectives import cost
-from weft.dtensor.dispatch.call import PENDING, Call, Choices, Chosen, Strategy, Way
+from weft.dtensor.dispatch.call import PENDING, Choices, Chosen, OpCall, Strategy, Way
 from weft.dtensor.layout.boxes import Layout, is_shard, layout_of, shard_dim, show
 from weft.dtensor.layout.symbolic import present
 from weft.dtensor.move.transfers import transition_bytes
@@ -56,7 +56,9 @@ class Candidate:
         return f"{line}dearer, {price} against {taken.us:.3g}"
 
 
-def choose(call: Call, choices: Choices, writes: list[int], plain: list[bool]) -> Chosen:
+def choose_strategies(
+    call: OpCall, choices: Choices, writes: list[int], plain: list[bool]
+) -> Chosen:
     """Take the cheapest strategy for each mesh dim; the first among equals.
 
     One fused op serves a call, along the first mesh dim that takes one. Sums along others are then
@@ -87,7 +89,7 @@ def choose(call: Call, choices: Choices, writes: list[int], plain: list[bool]) -
     return Chosen(*placed, choices.localize, way, way_dim, considered)
 
 
-def told(considered: Sequence[tuple[Candidate, list[Candidate]]]) -> tuple[str, ...]:
+def candidate_lines(considered: Sequence[tuple[Candidate, list[Candidate]]]) -> tuple[str, ...]:
     """The candidates of each mesh dim, with their prices, for `weft.explain`."""
     several = len(considered) > 1
     return tuple(
@@ -98,7 +100,7 @@ def told(considered: Sequence[tuple[Candidate, list[Candidate]]]) -> tuple[str, 
 
 
 def _priced(
-    call: Call,
+    call: OpCall,
     strategy: Strategy,
     mesh_dim: int,
     writes: list[int],
@@ -159,7 +161,7 @@ def _is_at_once(way: Way | None) -> bool:
 
 
 def _with_weight_in_place(
-    call: Call, offers: list[Candidate], stays: int, mesh_dim: int
+    call: OpCall, offers: list[Candidate], stays: int, mesh_dim: int
 ) -> list[Candidate]:
     """Without those that move the weight, where a fused op leaves it where it is.
 

@@ -17,8 +17,8 @@ from typing import Any, cast
 import torch
 from torch.distributed.tensor import Replicate
 
-from weft.dtensor.dispatch.call import Call, Op, leaves
-from weft.dtensor.layout.boxes import contiguous_stride, layout_of, shard_dim
+from weft.dtensor.dispatch.call import Op, OpCall, leaves
+from weft.dtensor.layout.boxes import contiguous_layout, shard_dim
 from weft.dtensor.tensor import DTensor, become, wrap
 from weft.dtensor.tracing.grad_recording import no_function
 
@@ -29,7 +29,7 @@ class Reshaped:
     any = False
 
 
-def by_functional(func: Op, call: Call) -> Callable[..., Any] | None:
+def by_functional(func: Op, call: OpCall) -> Callable[..., Any] | None:
     """How to compute a variant with out=, or one that changes a tensor's shape in place."""
     schema: Any = getattr(func, "_schema", None)
     if schema is None or not schema.is_mutable:
@@ -89,8 +89,7 @@ def _resize(out: torch.Tensor, like: torch.Tensor) -> None:
         out.resize_(like.shape)
         return
     kept = [p if shard_dim(p) < like.ndim else Replicate() for p in out.placements]
-    shape = tuple(like.shape)
-    layout = layout_of(out.device_mesh, tuple(kept), shape, contiguous_stride(shape), out.dtype)
+    layout = contiguous_layout(out.device_mesh, kept, tuple(like.shape), out.dtype)
     become(out, wrap(out._local_tensor.new_empty(layout.local_shape), layout))
 
 

@@ -13,15 +13,9 @@ from torch.nn import functional
 from weft import settings
 from weft.collectives import chunk_sizes
 from weft.dtensor.dispatch.call import Chosen
-from weft.dtensor.dispatch.pricing import told
+from weft.dtensor.dispatch.pricing import candidate_lines
 from weft.dtensor.fused.products import is_dtensor
-from weft.dtensor.layout.boxes import (
-    Layout,
-    Placements,
-    contiguous_stride,
-    is_shard,
-    layout_of,
-)
+from weft.dtensor.layout.boxes import Layout, Placements, contiguous_layout, is_shard, layout_of
 from weft.dtensor.move.explicit import check_explicit
 from weft.dtensor.rules.attention import RING, attention_plan
 from weft.dtensor.tensor import DTensor, as_global, local_part, outside_result, redistributed
@@ -54,7 +48,7 @@ def attention(
     plan = attention_plan(q, k, v, mask, is_causal, enable_gqa)
     if settings.tracing() and plan.considered:
         why = "the cheapest" if plan.way is None else f"{plan.way.name} is the cheapest"
-        shapes, lines = ", ".join(map(repr, (q, k, v))), told(plan.considered)
+        shapes, lines = ", ".join(map(repr, (q, k, v))), candidate_lines(plan.considered)
         settings.record("attention", "shards", why, shapes, candidates=lines)
     rows = plan.outputs[0]
     if q.index is None:
@@ -97,7 +91,7 @@ def _grad_placements(rows: Placements, shared: Placements) -> Placements:
 
 def _layout_of_result(rows: Placements, q: Layout, v: Layout) -> Layout:
     shape = (*q.shape[:-1], v.shape[-1])
-    return layout_of(q.mesh, rows, shape, contiguous_stride(shape), q.dtype)
+    return contiguous_layout(q.mesh, rows, shape, q.dtype)
 
 
 def _result(y: torch.Tensor, rows: Placements, q: Layout, v: Layout) -> DTensor:

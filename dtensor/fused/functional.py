@@ -26,7 +26,7 @@ from weft.dtensor.layout.boxes import is_shard, layout_of, shard_dim
 from weft.dtensor.rules.nn import embedding_weight_grad
 from weft.dtensor.tensor import DTensor, as_global, local_part, outside_result
 from weft.dtensor.tracing.exporting import is_exported
-from weft.dtensor.tracing.grad_recording import is_nothing, record
+from weft.dtensor.tracing.grad_recording import apply, is_nothing
 from weft.dtensor.tracing.graph_breaks import unless_traced
 
 
@@ -69,11 +69,11 @@ def embedding(
     if max_norm is not None or scale_grad_by_freq:
         return NotImplemented
     if padding_idx is None:
-        return record(_Embedding, weight, input, -1)
+        return apply(_Embedding, weight, input, -1)
     rows = weight.shape[0]
     if not -rows <= padding_idx < rows:
         return NotImplemented  # torch raises the right error
-    return record(_Embedding, weight, input, padding_idx % rows)
+    return apply(_Embedding, weight, input, padding_idx % rows)
 
 
 def _row_norm(function: Any, x: Any, shape: Any, weights: tuple[Any, ...], eps: Any) -> Any:

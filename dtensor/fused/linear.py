@@ -26,7 +26,7 @@ from weft.collectives.ranks.group import here, is_traced
 from weft.dtensor.dispatch.call import PENDING, Op, leaves
 from weft.dtensor.dispatch.dispatch import dispatch, run_plan
 from weft.dtensor.dispatch.planning import CallPlan, plan_of
-from weft.dtensor.dispatch.pricing import told
+from weft.dtensor.dispatch.pricing import candidate_lines
 from weft.dtensor.layout.boxes import Layout, Placements, is_shard, layout_of, shard_dim
 from weft.dtensor.layout.symbolic import cached
 from weft.dtensor.move.explicit import check_explicit
@@ -51,7 +51,7 @@ from weft.dtensor.tensor import (
     wrap,
     wrap_pending,
 )
-from weft.dtensor.tracing.grad_recording import is_nothing, needs_grad, record
+from weft.dtensor.tracing.grad_recording import apply, is_nothing, needs_grad
 from weft.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 
 _pending: weakref.WeakSet[PendingProduct] = weakref.WeakSet()
@@ -344,12 +344,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: DTensor,
-        w: DTensor,
-        bias: DTensor | None,
-        product: Product,
-        plan: CallPlan,
+        ctx: Any, x: DTensor, w: DTensor, bias: DTensor | None, product: Product, plan: CallPlan
     ) -> DTensor:
         ctx.set_materialize_grads(False)
         # As in torch, a frozen operand keeps no activations alive, and these may be written.
@@ -416,7 +411,7 @@ def multiply(
     if settings.tracing() and plan.considered:
         why = "the cheapest" if plan.way is None else f"{plan.way.name} is the cheapest"
         shapes = ", ".join(repr(t._layout) for t in given)
-        lines = told(plan.considered)
+        lines = candidate_lines(plan.considered)
         settings.record(product.op.__name__, "shards", why, shapes, candidates=lines)
     if plan.way is not None:
         if x._layout.index is None:
@@ -440,7 +435,7 @@ def multiply(
                 return cast(DTensor, multiply(product, x, w, keep=keep) + bias)
             return _gathered_product(plan, product, operands, keep)
     if any(map(needs_grad, given)):
-        return cast(DTensor, record(_Product, x, w, bias, product, plan))
+        return cast(DTensor, apply(_Product, x, w, bias, product, plan))
     return _run_below(product, plan, operands)
 
 

@@ -17,14 +17,7 @@ from weft.collectives.ranks.chunks import chunk_sizes
 from weft.collectives.ranks.group import is_traced
 from weft.dtensor.dispatch.agreement import all_agree
 from weft.dtensor.fused.products import is_dtensor
-from weft.dtensor.layout.boxes import (
-    Layout,
-    Placements,
-    Shape,
-    contiguous_stride,
-    is_shard,
-    layout_of,
-)
+from weft.dtensor.layout.boxes import contiguous_layout, is_shard
 from weft.dtensor.rules.nn import LossLayout
 from weft.dtensor.tensor import as_global, local_as, local_part, redistributed
 from weft.kernels.layers.vocabulary import row_losses
@@ -75,19 +68,13 @@ def cross_entropy(
     autocast = torch.is_autocast_enabled(own.device.type)
     dtype = losses.dtype if autocast else x.dtype
     if reduction == "none":
-        return as_global(losses.to(dtype), _contiguous_layout(x, lay.rows, rows.shape, dtype))
+        return as_global(losses.to(dtype), contiguous_layout(x.mesh, lay.rows, rows.shape, dtype))
     loss, count = losses.sum(), counted.sum()
     if cut_rows:
         terms = tuple(Partial("sum") if is_shard(p) else p for p in lay.rows)
-        partial = _contiguous_layout(x, terms, (2,), loss.dtype)
+        partial = contiguous_layout(x.mesh, terms, (2,), loss.dtype)
         both = as_global(torch.stack([loss, count.to(loss.dtype)]), partial)
         whole = partial.replicated()
         loss, count = local_part(redistributed(both, whole), whole.placements)
     loss = loss / count if reduction == "mean" else loss
-    return as_global(loss.to(dtype), _contiguous_layout(x, lay.rows, (), dtype).replicated())
-
-
-def _contiguous_layout(
-    like: Layout, placements: Placements, shape: Shape, dtype: torch.dtype
-) -> Layout:
-    return layout_of(like.mesh, placements, shape, contiguous_stride(shape), dtype)
+    return as_global(loss.to(dtype), contiguous_layout(x.mesh, lay.rows, (), dtype).replicated())

@@ -258,7 +258,7 @@ def mesh_or_current(device_mesh: DeviceMesh | None) -> DeviceMesh:
     return _mesh_resources.get_current_mesh()
 
 
-class Ranks:
+class StandInMesh:
     """Stands in for a `DeviceMesh` in arithmetic: for ranks that do not run, or have no mesh."""
 
     def __init__(self, mesh: torch.Tensor) -> None:
@@ -399,6 +399,13 @@ class Layout:
         """Tensor dims that are sharded."""
         return tuple(sorted({shard_dim(p) for p in self.placements} - {-1}))
 
+    def parts(self, dim: int | None = None, *, but: int | None = None) -> int:
+        """Into how many parts mesh dims, other than `but`, cut the tensor; or its dim `dim`."""
+        cuts = enumerate(zip(map(shard_dim, self.placements), self.place.sizes, strict=True))
+        return math.prod(
+            n for i, (d, n) in cuts if i != but and (d >= 0 if dim is None else d == dim)
+        )
+
     @cached_property
     def gradient_placements(self) -> Placements:
         """Placements of the gradient: each term of a sum gets all of it."""
@@ -447,11 +454,7 @@ _layouts: weakref.WeakValueDictionary[tuple[Any, ...], Layout] = weakref.WeakVal
 
 
 def layout_of(
-    mesh: DeviceMesh,
-    placements: Placements,
-    shape: Shape,
-    stride: Shape,
-    dtype: torch.dtype,
+    mesh: DeviceMesh, placements: Placements, shape: Shape, stride: Shape, dtype: torch.dtype
 ) -> Layout:
     """The one `Layout` of these values. `placements` are normalized: see `normalize`."""
     key = (mesh, placements, shape, stride, dtype)
@@ -464,6 +467,13 @@ def layout_of(
     if layout is None:
         layout = _layouts[key] = Layout(*key)
     return layout
+
+
+def contiguous_layout(
+    mesh: DeviceMesh, placements: Sequence[Placement], shape: Shape, dtype: torch.dtype
+) -> Layout:
+    """`layout_of` a contiguous tensor."""
+    return layout_of(mesh, tuple(placements), shape, contiguous_stride(shape), dtype)
 
 
 def layout_of_spec(spec: DTensorSpec) -> Layout:

@@ -16,13 +16,13 @@ import torch
 
 from weft.collectives import agree, spanning_group
 from weft.collectives.custom_ops import define
-from weft.dtensor.layout.boxes import Layout, contiguous_stride, layout_of, show
+from weft.dtensor.layout.boxes import Layout, contiguous_layout, show
 
 # (mesh, placements), or the layout itself if these do not determine it.
 _named: dict[str, tuple[Any, Any] | Layout] = {}
 
 
-def name_of(layout: Layout) -> str:
+def layout_name(layout: Layout) -> str:
     """Register a name for the mesh and placements of `layout`; it is the same on every rank."""
     place = layout.place
     name = f"{show(layout.placements)} on {list(place.sizes)}, ranks {list(place.ranks)}"
@@ -38,7 +38,7 @@ def _layout(name: str, shape: Sequence[int], dtype: torch.dtype) -> Layout:
     known = _named[name]
     if isinstance(known, Layout):
         return known
-    return layout_of(*known, tuple(shape), contiguous_stride(shape), dtype)
+    return contiguous_layout(*known, tuple(shape), dtype)
 
 
 def _redistribute(

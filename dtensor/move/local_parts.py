@@ -23,13 +23,13 @@ from weft.collectives.ranks.group import forget_meshes, is_traced
 from weft.dtensor.layout.boxes import (
     Layout,
     Placements,
-    contiguous_stride,
+    contiguous_layout,
     is_shard,
     layout_of,
     shard_dim,
     show,
 )
-from weft.dtensor.move.custom_ops import name_of
+from weft.dtensor.move.custom_ops import layout_name
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -48,7 +48,7 @@ def layout_of_parts(local: torch.Tensor, mesh: DeviceMesh, placements: Placement
         return even
     if traced:
         if even.cut_dims and even.index is not None:
-            torch.ops.weft.check_even(local.detach(), list(even.cut_dims), name_of(even))
+            torch.ops.weft.check_even(local.detach(), list(even.cut_dims), layout_name(even))
         return even
     group, call = _who_agrees(even)
     if group is None:
@@ -69,7 +69,7 @@ def layout_of_parts(local: torch.Tensor, mesh: DeviceMesh, placements: Placement
                 i and shard_dim(p) != dim for i, p in zip(coordinate, placements, strict=True)
             )
         )
-    layout = layout_of(mesh, placements, tuple(shape), contiguous_stride(shape), local.dtype)
+    layout = contiguous_layout(mesh, placements, tuple(shape), local.dtype)
     right = [[layout.shape_at(i)[dim] for i in range(len(place.ranks))] for dim in cut]
     if parts != right:
         raise ValueError(

@@ -33,14 +33,14 @@ from weft.dtensor.layout.boxes import (
     REDUCE,
     Layout,
     Shape,
+    contiguous_layout,
     contiguous_stride,
     divide_,
     is_inexact,
-    layout_of,
     normalize,
 )
 from weft.dtensor.move.collective_plans import collective_plan
-from weft.dtensor.move.custom_ops import name_of
+from weft.dtensor.move.custom_ops import layout_name
 from weft.dtensor.move.transfers import MovePlan, PulledPiece, Slices, Step, plan
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def move(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor:
     if local.is_meta:
         return local.new_empty(target.local_shape, dtype=target.dtype)
     if is_traced(local):
-        names = name_of(source), name_of(target)
+        names = layout_name(source), layout_name(target)
         moved: torch.Tensor = torch.ops.weft.redistribute(local, source.shape, *names)
         return moved
     return _move_now(local, source, target)
@@ -173,11 +173,11 @@ def redistribute_plan(
         >>> plan.bytes_received, len(plan.steps)     # 2 ranks: a quarter of the tensor each
         ([64, 64], 1)
     """
-    size = tuple(shape)
-    stride = contiguous_stride(size)
-    onto = dst_mesh or mesh
-    source = layout_of(mesh, normalize(src_placements, len(size), mesh.ndim), size, stride, dtype)
-    target = layout_of(onto, normalize(dst_placements, len(size), onto.ndim), size, stride, dtype)
+    ends = (mesh, src_placements), (dst_mesh or mesh, dst_placements)
+    source, target = (
+        contiguous_layout(on, normalize(placements, len(shape), on.ndim), tuple(shape), dtype)
+        for on, placements in ends
+    )
     return (collective_plan if by_groups else plan)(source, target)
 
 
@@ -305,10 +305,7 @@ def _box(step: Step, piece: PulledPiece, group: Group) -> Box:
 
 
 def _combine(
-    step: Step,
-    local: torch.Tensor,
-    pieces: tuple[PulledPiece, ...],
-    blocks: Blocks,
+    step: Step, local: torch.Tensor, pieces: tuple[PulledPiece, ...], blocks: Blocks
 ) -> torch.Tensor:
     shape = step.target.local_shape
     out = torch.empty(shape, dtype=local.dtype, device=local.device)

@@ -394,9 +394,7 @@ def transition_bytes(layout: Layout, mesh_dim: int, wanted: Placement) -> float:
     old, size = layout.placements[mesh_dim], layout.place.sizes[mesh_dim]
     if old == wanted or isinstance(old, Replicate) or size == 1:
         return 0.0
-    pairs = enumerate(zip(layout.placements, layout.place.sizes, strict=True))
-    rows = math.prod(n for dim, (p, n) in pairs if dim != mesh_dim and is_shard(p))
-    whole = layout.global_bytes // rows * (size - 1) / size
+    whole = layout.global_bytes // layout.parts(but=mesh_dim) * (size - 1) / size
     return bytes_moved(whole, size, isinstance(old, Partial), is_shard(wanted))
 
 

@@ -11,7 +11,7 @@ Along one mesh dim, for q, k, v (batch, heads, sequence, width):
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from functools import partial
 
 from torch.distributed.tensor import Replicate, Shard
@@ -19,8 +19,8 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional
 
 from weft.collectives import cost
-from weft.dtensor.dispatch.call import Call, Choices, Chosen, Meta, Strategy, Way
-from weft.dtensor.dispatch.pricing import choose
+from weft.dtensor.dispatch.call import Choices, Chosen, Meta, OpCall, Strategy, Way
+from weft.dtensor.dispatch.pricing import choose_strategies
 from weft.dtensor.layout.boxes import Layout, contiguous_stride, distinct, is_shard, shard_dim
 from weft.dtensor.layout.symbolic import cached, present
 from weft.kernels.engine.engines import fused_us
@@ -34,7 +34,7 @@ def attention_plan(
     q: Layout, k: Layout, v: Layout, mask: Layout | None, is_causal: bool, enable_gqa: bool
 ) -> Chosen:
     """The cheapest placements of q, k, v and the mask, and of the result, and the fused op."""
-    call = Call(functional.scaled_dot_product_attention, (q, k, v, mask), {})
+    call = OpCall(functional.scaled_dot_product_attention, (q, k, v, mask), {})
     shape = (*q.shape[:-1], v.shape[-1])
     call.outputs = [Meta(shape, contiguous_stride(shape), q.dtype)]
     rows = Shard(q.ndim - 2)
@@ -43,7 +43,8 @@ def attention_plan(
         of_mask = () if mask is None else (_mask_placement(mask, q, of_q),)
         return Strategy((of_q, of_k, of_k, *of_mask), (of_q,), way)
 
-    strategies = [strategy(p, p) for p in _heads(q, k, v)]
+    every = distinct(p for t in (q, k, v) for p in t.placements)
+    strategies = [strategy(p, p) for p in every if type(p) is Shard and p.dim < rows.dim]
     if not is_causal and rows in q.placements:
         strategies.append(strategy(rows, Replicate()))
     strategies.append(strategy(Replicate(), Replicate()))
@@ -51,35 +52,24 @@ def attention_plan(
         for name, price in ((RING, _ring_us), (ULYSSES, _ulysses_us)):
             us = partial(price, is_causal=is_causal, fits=_heads_differ(q, k, v, enable_gqa))
             strategies.append(strategy(_SEQUENCE, _SEQUENCE, Way(name, us)))
-    chosen = choose(call, Choices(strategies), [], [False] * len(call.inputs))
-    if _evenly(chosen, q, k):
-        return chosen
-    # Several mesh dims would cut the heads together, into more parts than there are heads of keys.
-    whole = [s for s in strategies if s.outputs[0] != Shard(1)]
-    return choose(call, Choices(whole), [], [False] * len(call.inputs))
+    while True:
+        chosen = choose_strategies(call, Choices(strategies), [], [False] * len(call.inputs))
+        uneven = _cut_unevenly(q.with_placements(chosen.outputs[0]), (q, k, v))
+        if not uneven:
+            return chosen
+        strategies = [s for s in strategies if shard_dim(s.outputs[0]) not in uneven]
 
 
-def _evenly(chosen: Chosen, q: Layout, k: Layout) -> bool:
-    """Whether each rank has the keys of its queries: as many heads, or all are cut evenly."""
-    pairs = zip(chosen.outputs[0], q.place.sizes, strict=True)
-    cuts = math.prod(n for p, n in pairs if p == Shard(1))
-    if len(q.shape) != 4 or q.shape[1] == k.shape[1]:
-        return True
-    return all(t.shape[1] % cuts == 0 for t in (q, k))
+def _cut_unevenly(out: Layout, qkv: Sequence[Layout]) -> set[int]:
+    """Dims of batch and heads by whose parts a rank would not have the keys of its queries.
 
-
-def _heads(q: Layout, k: Layout, v: Layout) -> list[Placement]:
-    """The shards of batch or heads by which all three can be cut."""
-    found: list[Placement] = []
-    every = list(zip(q.placements, k.placements, v.placements, strict=True))
-    for p in distinct(p for placements in zip(*every, strict=True) for p in placements):
-        if type(p) is Shard and p.dim < q.ndim - 2:
-            heads = {t.shape[p.dim] for t in (q, k, v)}
-            cuts = math.prod(n for n, ps in zip(q.place.sizes, every, strict=True) if p in ps)
-            # Fewer heads of keys: each rank has those of its queries if all are cut evenly.
-            if len(heads) == 1 or all(n % cuts == 0 for n in heads):
-                found.append(p)
-    return found
+    Where there are fewer heads of keys it has them if all are cut evenly.
+    """
+    return {
+        dim
+        for dim in range(out.ndim - 2)
+        if len({t.shape[dim] for t in qkv}) > 1 and any(t.shape[dim] % out.parts(dim) for t in qkv)
+    }
 
 
 def _mask_placement(mask: Layout, q: Layout, placement: Placement) -> Placement:
@@ -95,7 +85,7 @@ def _heads_differ(q: Layout, k: Layout, v: Layout, enable_gqa: bool) -> str:
     return "" if q.shape[1] == k.shape[1] or enable_gqa else "q and k differ in heads"
 
 
-def _not_around(call: Call, mesh_dim: int, fits: str) -> str:
+def _not_around(call: OpCall, mesh_dim: int, fits: str) -> str:
     """Why nothing can go around a mesh dim; empty if it can."""
     qkv = call.inputs[:3]
     if len(call.inputs) > 3:
@@ -114,12 +104,10 @@ def _not_around(call: Call, mesh_dim: int, fits: str) -> str:
 
 def _own_bytes(layout: Layout, mesh_dim: int) -> float:
     """Bytes that the ranks of a mesh dim hold together."""
-    sizes = enumerate(zip(layout.placements, layout.place.sizes, strict=True))
-    parts = math.prod(n for d, (p, n) in sizes if d != mesh_dim and is_shard(p))
-    return present(layout.global_bytes) / parts
+    return present(layout.global_bytes) / layout.parts(but=mesh_dim)
 
 
-def _ring_us(call: Call, mesh_dim: int, is_causal: bool, fits: str) -> float | str:
+def _ring_us(call: OpCall, mesh_dim: int, is_causal: bool, fits: str) -> float | str:
     if why := _not_around(call, mesh_dim, fits):
         return why
     q, k = call.inputs[:2]
@@ -132,17 +120,13 @@ def _ring_us(call: Call, mesh_dim: int, is_causal: bool, fits: str) -> float | s
     return us
 
 
-def _ulysses_us(call: Call, mesh_dim: int, is_causal: bool, fits: str) -> float | str:
+def _ulysses_us(call: OpCall, mesh_dim: int, is_causal: bool, fits: str) -> float | str:
     if why := _not_around(call, mesh_dim, fits):
         return why
     q, k = call.inputs[:2]
     W, rates = q.place.sizes[mesh_dim], cost.typical(call.mesh.device_type)
-    heads = [t.shape[1] for t in (q, k)]
-    for t, n in ((q, q.shape[1]), (k, k.shape[1])):
-        cut = math.prod(
-            s for p, s in zip(t.placements, t.place.sizes, strict=True) if p == Shard(1)
-        )
-        if n % (cut * W):
-            return f"{heads[0]} and {heads[1]} heads are not divided by {cut * W} ranks"
+    for t in (q, k):
+        if t.shape[1] % (ranks := t.parts(1) * W):
+            return f"{q.shape[1]} and {k.shape[1]} heads are not divided by {ranks} ranks"
     held = 2 * (_own_bytes(q, mesh_dim) + _own_bytes(k, mesh_dim)) / W  # q and the result, k and v
     return 2 * fused_us(held * (W - 1) / W / 2, rates)

@@ -10,25 +10,25 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from weft.dtensor.dispatch.call import Call, Choices, Strategy, rule
+from weft.dtensor.dispatch.call import Choices, OpCall, Strategy, rule
 from weft.dtensor.layout.boxes import Layout, distinct, from_front, is_shard, moved, shard_dim
 from weft.dtensor.rules.nn import check_range, own_run, rows_in
 from weft.dtensor.rules.view import mapped
 
 
-def _together(call: Call, touched: Collection[int]) -> list[Strategy]:
+def _together(call: OpCall, touched: Collection[int]) -> list[Strategy]:
     """All tensors have the same dims, and may be sharded alike in those that are not touched."""
     shards = [p for p in call.placements if is_shard(p) and shard_dim(p) not in touched]
     return [call.whole, *map(call.with_all, shards)]
 
 
-def _terms_joined(call: Call) -> list[Strategy]:
+def _terms_joined(call: OpCall) -> list[Strategy]:
     """Terms of sums, which the op joins or picks like any values."""
     return list(map(call.with_all, call.sums(*call.inputs)))
 
 
 @rule("cat")
-def cat(call: Call) -> Choices:
+def cat(call: OpCall) -> Choices:
     """Shards of the other dims stay."""
     ndim = max(layout.ndim for layout in call.inputs)
     if any(layout.ndim != ndim for layout in call.inputs):  # torch takes empty ones of one dim
@@ -37,7 +37,7 @@ def cat(call: Call) -> Choices:
 
 
 @rule("stack")
-def stack(call: Call) -> Choices:
+def stack(call: OpCall) -> Choices:
     """Shards stay, behind the new dim."""
     count = len(call.inputs)
     dim = from_front(call.bound["dim"], call.inputs[0].ndim + 1)
@@ -46,20 +46,8 @@ def stack(call: Call) -> Choices:
     return Choices([call.whole, *alike, *_terms_joined(call)])
 
 
-@rule(
-    "sort",
-    "topk",
-    "cumsum",
-    "cumprod",
-    "cummax",
-    "cummin",
-    "logcumsumexp",
-    "argsort",
-    "flip",
-    "roll",
-    "rot90",
-)
-def along_dim(call: Call) -> Choices:
+@rule("sort topk cumsum cumprod cummax cummin logcumsumexp argsort flip roll rot90")
+def along_dim(call: OpCall) -> Choices:
     """The dims that are worked along are gathered, the others may be sharded."""
     ndim = call.inputs[0].ndim
     bound = call.bound
@@ -74,8 +62,8 @@ def along_dim(call: Call) -> Choices:
     return Choices(strategies)
 
 
-@rule("gather", "scatter", "scatter_add", "scatter_reduce")
-def by_index(call: Call) -> Choices:
+@rule("gather scatter scatter_add scatter_reduce")
+def by_index(call: OpCall) -> Choices:
     """(x, dim, index, ...): other dims may be sharded where all tensors are equally long."""
     x = call.inputs[0]
     if any(t.ndim != x.ndim for t in call.inputs):  # an empty index may have any shape
@@ -98,7 +86,7 @@ def by_index(call: Call) -> Choices:
     return Choices(strategies, _look_up)
 
 
-def _look_up(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+def _look_up(call: OpCall, inputs: list[Layout], outputs: list[Layout]) -> Any:
     dim = from_front(call.bound["dim"], inputs[0].ndim)
     if dim not in inputs[0].cut_dims:
         return call.op
@@ -114,7 +102,7 @@ def _look_up(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
     return look_up
 
 
-def _but_index(call: Call, placement: Placement) -> Strategy:
+def _but_index(call: OpCall, placement: Placement) -> Strategy:
     """All as `placement`, but for the index, which is the second tensor, and what has no dims."""
     inputs = tuple(
         Replicate() if i == 1 or (is_shard(placement) and not t.ndim) else placement
@@ -123,8 +111,8 @@ def _but_index(call: Call, placement: Placement) -> Strategy:
     return Strategy(inputs, (placement,) * len(call.outputs))
 
 
-@rule("index_add", "index_copy", "index_fill", "index_reduce")
-def along_index(call: Call) -> Choices:
+@rule("index_add index_copy index_fill index_reduce")
+def along_index(call: OpCall) -> Choices:
     """(x, dim, index, ...): the index is replicated; shards of the other dims stay."""
     dim = from_front(call.bound["dim"], call.inputs[0].ndim)
     shards = [p for p in call.placements if is_shard(p) and shard_dim(p) != dim]
@@ -133,13 +121,13 @@ def along_index(call: Call) -> Choices:
     return Choices([call.whole, *(_but_index(call, p) for p in (*shards, *sums))])
 
 
-@rule("_weight_norm_interface", "_weight_norm_interface_backward")
-def weight_norm(call: Call) -> Choices:
+@rule("_weight_norm_interface _weight_norm_interface_backward")
+def weight_norm(call: OpCall) -> Choices:
     """(v, g, ..., dim) -> (g * v / norms, norms): of each slice along `dim` by itself."""
     ndim = call.inputs[0].ndim
     others = set(range(ndim)) - {from_front(call.bound["dim"], ndim)}
 
-    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+    def localize(call: OpCall, inputs: list[Layout], outputs: list[Layout]) -> Any:
         if all(outputs[0].local_shape):
             return call.op
         # The kernel divides by the number of slices.
@@ -148,15 +136,15 @@ def weight_norm(call: Call) -> Choices:
     return Choices(_together(call, others), localize)
 
 
-@rule("tril", "triu")
-def triangle(call: Call) -> Choices:
+@rule("tril triu")
+def triangle(call: OpCall) -> Choices:
     """Batch dims may be sharded; the dims of the matrix may not, as a shard has other diagonals."""
     ndim = call.inputs[0].ndim
     return Choices(_together(call, [ndim - 2, ndim - 1]) + _terms_joined(call))
 
 
 @rule("index_select")
-def index_select(call: Call) -> Choices:
+def index_select(call: OpCall) -> Choices:
     """The index is replicated; shards of the other dims stay."""
     ndim = call.inputs[0].ndim
     dim = from_front(call.bound["dim"], ndim)
@@ -169,7 +157,7 @@ class _Indexed:
     If these are not consecutive, they come in front.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: OpCall) -> None:
         indices = list(call.args[1])
         self.at = [d for d, i in enumerate(indices) if i is not None]
         self.tensors = [i for i in indices if isinstance(i, Layout)]
@@ -188,7 +176,7 @@ class _Indexed:
 
 
 @rule("index")
-def index(call: Call) -> Choices:
+def index(call: OpCall) -> Choices:
     """x[..., indices, ...]: shards of dims that are not indexed stay, and those of the indices."""
     source, indexed = call.inputs[0], _Indexed(call)
     if indexed.has_mask:  # the result's size depends on data
@@ -206,8 +194,8 @@ def index(call: Call) -> Choices:
     return Choices([*strategies, *map(call.with_first, call.sums(source))])
 
 
-@rule("index_put", "_index_put_impl")
-def index_put(call: Call) -> Choices:
+@rule("index_put _index_put_impl")
+def index_put(call: OpCall) -> Choices:
     """x[..., indices, ...] = or += values: shards of dims that are not indexed stay.
 
     Sharded indices say where each rank adds its values: terms of a sum. A mask is cut with x.
@@ -246,8 +234,8 @@ def index_put(call: Call) -> Choices:
     return Choices(strategies)
 
 
-@rule("slice_backward", "select_backward")
-def slice_backward(call: Call) -> Choices:
+@rule("slice_backward select_backward")
+def slice_backward(call: OpCall) -> Choices:
     """Zeros around a gradient: the sliced dim is gathered."""
     bound = call.bound
     sizes: Any = bound["input_sizes"]
@@ -256,7 +244,7 @@ def slice_backward(call: Call) -> Choices:
     dims = {d - (drops and d > dim): d for d in range(len(sizes)) if d != dim}
     position = list(bound).index("input_sizes")
 
-    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+    def localize(call: OpCall, inputs: list[Layout], outputs: list[Layout]) -> Any:
         size, op = list(outputs[0].local_shape), call.op
         return lambda grad, *rest: op(grad, *rest[: position - 1], size, *rest[position:])
 
@@ -264,7 +252,7 @@ def slice_backward(call: Call) -> Choices:
 
 
 @rule("repeat")
-def repeat(call: Call) -> Choices:
+def repeat(call: OpCall) -> Choices:
     """Dims that are repeated once may be sharded."""
     times = call.args[1]
     shift = len(times) - call.inputs[0].ndim
@@ -272,7 +260,7 @@ def repeat(call: Call) -> Choices:
 
 
 @rule("constant_pad_nd")
-def constant_pad(call: Call) -> Choices:
+def constant_pad(call: OpCall) -> Choices:
     """Dims without padding may be sharded. The first term of a sum takes the value of the padding.
 
     The others are padded with zeros.
@@ -280,7 +268,7 @@ def constant_pad(call: Call) -> Choices:
     ndim, pad = call.inputs[0].ndim, call.args[1]
     padded = {ndim - 1 - i // 2 for i, n in enumerate(pad) if n}
 
-    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+    def localize(call: OpCall, inputs: list[Layout], outputs: list[Layout]) -> Any:
         x, op = inputs[0], call.op
         if x.index is None or not any(
             isinstance(p, Partial) and p.reduce_op != "avg" and i != 0
@@ -293,6 +281,6 @@ def constant_pad(call: Call) -> Choices:
 
 
 @rule("one_hot")
-def one_hot_rule(call: Call) -> Choices:
+def one_hot_rule(call: OpCall) -> Choices:
     """The classes are a new last dim. Terms of an index are none."""
     return Choices(call.kept({d: d for d in range(call.inputs[0].ndim)}))

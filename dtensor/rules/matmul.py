@@ -9,18 +9,12 @@ import torch
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from weft.dtensor.dispatch.call import Call, Choices, Decomposed, Strategy, leaves, rule
+from weft.dtensor.dispatch.call import Choices, Decomposed, OpCall, Strategy, leaves, rule
 from weft.dtensor.layout.boxes import Layout, is_shard, moved, pieces_of, shard_dim
 
 
 def contraction(
-    call: Call,
-    first: str,
-    second: str,
-    out: str,
-    *,
-    offset: int = 0,
-    bias: int | None = None,
+    call: OpCall, first: str, second: str, out: str, *, offset: int = 0, bias: int | None = None
 ) -> Choices:
     """Strategies of `out = einsum(first, second)`, plus a summand that is broadcast onto it.
 
@@ -100,27 +94,27 @@ _PRODUCTS = {
 _WITH_SUMMAND = {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv"}
 
 
-@rule(*_PRODUCTS)
-def product(call: Call) -> Choices:
+@rule(_PRODUCTS)
+def product(call: OpCall) -> Choices:
     """(first, second)."""
     return contraction(call, *_PRODUCTS[call.name])
 
 
 @rule("_foreach_mm")
-def products(call: Call) -> Decomposed:
+def products(call: OpCall) -> Decomposed:
     """The product of each two matrices of two lists."""
     return Decomposed(lambda firsts, seconds: list(map(torch.mm, firsts, seconds)))
 
 
-@rule(*_WITH_SUMMAND)
-def with_summand(call: Call) -> Choices:
+@rule(_WITH_SUMMAND)
+def with_summand(call: OpCall) -> Choices:
     """(summand, first, second): where the product is Partial, one rank adds the summand."""
     letters = _PRODUCTS[_WITH_SUMMAND[call.name.removesuffix("_")]]
     return contraction(call, *letters, offset=1, bias=0)
 
 
 @rule("_trilinear")
-def trilinear(call: Call) -> Decomposed:
+def trilinear(call: OpCall) -> Decomposed:
     """A sum of products of three tensors, of F.bilinear: each lacks some of the dims."""
 
     def run(a: Any, b: Any, c: Any, *lacking: list[int], unroll_dim: int = 1) -> Any:
@@ -131,8 +125,8 @@ def trilinear(call: Call) -> Decomposed:
     return Decomposed(run)
 
 
-@rule("_scaled_mm", "_scaled_mm_v2")
-def scaled_product(call: Call) -> Choices:
+@rule("_scaled_mm _scaled_mm_v2")
+def scaled_product(call: OpCall) -> Choices:
     """(first, second, their scales, ...), of fp8. A scale is a number, or one a row or column.
 
     Scales of blocks, and sizes that kernels do not take a part of, are not cut.
@@ -159,7 +153,7 @@ def scaled_product(call: Call) -> Choices:
             scale_b = b if shard_dim(b) == 1 and of_columns == (1, N) else Replicate()
             strategies.append(Strategy((a, b, scale_a, scale_b, *rest), strategy.outputs))
 
-    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+    def localize(call: OpCall, inputs: list[Layout], outputs: list[Layout]) -> Any:
         def run(a: torch.Tensor, b: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
             if not a.numel():
                 return a.new_empty(outputs[0].local_shape, dtype=outputs[0].dtype)
@@ -182,7 +176,7 @@ _GROUPED = {
 
 
 @rule("_grouped_mm")
-def grouped_product(call: Call) -> Choices:
+def grouped_product(call: OpCall) -> Choices:
     """(first, second, offsets): a matmul for each group, of which the offsets are the ends.
 
     8 rows of two experts, ends [5, 8]    rows cut: rank 0 has ends [4, 4], rank 1 has [1, 4]
@@ -192,7 +186,7 @@ def grouped_product(call: Call) -> Choices:
     first, second, out, divided = _GROUPED[call.inputs[0].ndim, call.inputs[1].ndim]
     at = 0 if divided in first else 1  # the factor that is divided; the other one has the groups
 
-    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+    def localize(call: OpCall, inputs: list[Layout], outputs: list[Layout]) -> Any:
         dim = (first, second)[at].find(divided)
         start, size = inputs[at].offset[dim], inputs[at].local_shape[dim]
         groups, count = inputs[1 - at].offset[0], inputs[1 - at].local_shape[0]

@@ -10,20 +10,19 @@ from torch.distributed.tensor.placement_types import Placement
 
 from weft.collectives.ranks.group import is_traced
 from weft.dtensor.dispatch.agreement import all_agree
-from weft.dtensor.dispatch.call import Call, Choices, Decomposed, Strategy, rule
+from weft.dtensor.dispatch.call import Choices, Decomposed, OpCall, Strategy, rule
 from weft.dtensor.layout.boxes import (
     Layout,
     Placements,
-    contiguous_stride,
+    contiguous_layout,
     distinct,
     from_front,
     is_shard,
-    layout_of,
     moved,
     shard_dim,
 )
 from weft.dtensor.move.redistribute import move
-from weft.dtensor.rules.reduce import kept_shards
+from weft.dtensor.rules.reduce import Reduction
 from weft.dtensor.tensor import DTensor, local_as, wrap
 
 _MEAN = 1  # aten's numbers for reduction=: none 0, mean 1, sum 2
@@ -36,8 +35,8 @@ def _replicate_sums(x: Any) -> DTensor:
     return x if target == x._layout else wrap(local_as(x, target), target)
 
 
-@rule("_softmax", "_log_softmax", "_safe_softmax")
-def softmax(call: Call) -> Choices | Decomposed:
+@rule("_softmax _log_softmax _safe_softmax")
+def softmax(call: OpCall) -> Choices | Decomposed:
     """Over a sharded dim: two small reductions, the result stays sharded."""
     layout = call.inputs[0]
     dim = from_front(call.args[1], layout.ndim)
@@ -45,7 +44,7 @@ def softmax(call: Call) -> Choices | Decomposed:
     # has none, and says so.
     whole_rows = call.name == "_safe_softmax" or 0 in layout.shape
     if whole_rows or dim not in layout.cut_dims or not layout.dtype.is_floating_point:
-        return Choices(kept_shards(call, (dim,), True))
+        return Choices(Reduction((dim,), True).kept_shards(call))
     log = call.name == "_log_softmax"
     dtype = call.outputs[0].dtype
 
@@ -61,8 +60,8 @@ def softmax(call: Call) -> Choices | Decomposed:
     return Decomposed(run)
 
 
-@rule("_softmax_backward_data", "_log_softmax_backward_data")
-def softmax_backward(call: Call) -> Choices | Decomposed:
+@rule("_softmax_backward_data _log_softmax_backward_data")
+def softmax_backward(call: OpCall) -> Choices | Decomposed:
     """(grad, output, dim, dtype)."""
     dim = from_front(call.args[2], call.inputs[0].ndim)
     if not any(dim in layout.cut_dims for layout in call.inputs):
@@ -116,7 +115,7 @@ def rows_in(indices: torch.Tensor, run: tuple[int, int]) -> tuple[torch.Tensor, 
 
 
 @rule("embedding")
-def embedding_rule(call: Call) -> Choices:
+def embedding_rule(call: OpCall) -> Choices:
     """(weight, indices): rows of a weight that is sharded by rows are a Partial sum."""
     indices = call.inputs[1]
     last = len(indices.shape)
@@ -128,7 +127,7 @@ def embedding_rule(call: Call) -> Choices:
         Strategy((Shard(0), replicate), (Partial("sum"),)),
     ]
 
-    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+    def localize(call: OpCall, inputs: list[Layout], outputs: list[Layout]) -> Any:
         if 0 not in inputs[0].cut_dims:
             return call.op
         run, size = own_run(inputs[0], 0), inputs[0].shape[0]
@@ -147,7 +146,7 @@ def embedding_rule(call: Call) -> Choices:
 
 
 @rule("embedding_dense_backward")
-def embedding_backward(call: Call) -> Choices:
+def embedding_backward(call: OpCall) -> Choices:
     """(grad, indices, ...) -> gradient of the weight."""
     grad, indices = call.inputs
     replicate = Replicate()
@@ -174,7 +173,7 @@ def embedding_weight_grad(
 
 
 @rule("embedding_weight_grad")
-def _embedding_weight_grad(call: Call) -> Choices:
+def _embedding_weight_grad(call: OpCall) -> Choices:
     """Placed as the weight is, if that costs nothing."""
     grad, indices, weight = call.inputs
     replicate = Replicate()
@@ -192,7 +191,7 @@ def _embedding_weight_grad(call: Call) -> Choices:
             if shard_dim(p) < len(indices.shape)
         ]
 
-    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+    def localize(call: OpCall, inputs: list[Layout], outputs: list[Layout]) -> Any:
         padding_idx = call.args[3]
         if 0 not in outputs[0].cut_dims:
             size = outputs[0].shape[0]
@@ -284,8 +283,8 @@ def _whole(tensor: DTensor) -> torch.Tensor:
     return local_as(tensor, tensor._layout.replicated())
 
 
-@rule("nll_loss_forward", "nll_loss2d_forward")
-def nll_loss(call: Call) -> Choices | Decomposed:
+@rule("nll_loss_forward nll_loss2d_forward")
+def nll_loss(call: OpCall) -> Choices | Decomposed:
     """(input, target, weight, reduction, ignore_index) -> (loss, sum of weights)."""
     if not call.inputs[0].dtype.is_floating_point:  # torch has none, and says so
         return Choices([call.whole])
@@ -305,29 +304,22 @@ def nll_loss(call: Call) -> Choices | Decomposed:
             losses = torch.where(inside & (weights != 0), -picked * weights, 0)
         else:
             losses = torch.zeros(classes.shape, dtype=wide, device=local.device)
-        mesh, n = x._layout.mesh, x._layout.mesh.ndim
-        scalar = layout_of(mesh, (Replicate(),) * n, (), (), x.dtype)
+        mesh = x._layout.mesh
+        scalar = contiguous_layout(mesh, [Replicate()] * mesh.ndim, (), x.dtype)
         if reduction == _NONE:
             if not _checked_later(local):
                 lay.check(0.0 if all_agree(not bool(bad), lay.input, local.device) else 1.0)
             shape = target._layout.shape
-            placements = tuple(
-                Partial("sum") if over else p
-                for over, p in zip(lay.over_classes, lay.rows, strict=True)
-            )
-            partial = layout_of(mesh, placements, shape, contiguous_stride(shape), wide)
+            pairs = zip(lay.over_classes, lay.rows, strict=True)
+            placements = [Partial("sum") if over else p for over, p in pairs]
+            partial = contiguous_layout(mesh, placements, shape, wide)
             loss = _replicate_sums(wrap(losses, partial))
             zero = wrap(torch.zeros((), dtype=x.dtype, device=local.device), scalar)
             return wrap(loss._local_tensor.to(x.dtype), loss._layout.with_dtype(x.dtype)), zero
         counted = weights.sum() if lay.counts_rows else weights.new_zeros(())
         sums = torch.stack([losses.sum(), counted, bad.to(wide)])
-        partial = layout_of(
-            mesh,
-            tuple(Partial("sum") if is_shard(p) else Replicate() for p in lay.input.placements),
-            (3,),
-            (1,),
-            wide,
-        )
+        terms = [Partial("sum") if is_shard(p) else Replicate() for p in lay.input.placements]
+        partial = contiguous_layout(mesh, terms, (3,), wide)
         total, count, bad = move(sums, partial, partial.replicated()).unbind()
         if not _checked_later(local):
             lay.check(bad)
@@ -337,8 +329,8 @@ def nll_loss(call: Call) -> Choices | Decomposed:
     return Decomposed(run)
 
 
-@rule("nll_loss_backward", "nll_loss2d_backward")
-def nll_loss_backward(call: Call) -> Decomposed:
+@rule("nll_loss_backward nll_loss2d_backward")
+def nll_loss_backward(call: OpCall) -> Decomposed:
     """(grad, input, target, weight, reduction, ignore_index, sum of weights) -> of the input."""
 
     def run(

@@ -8,7 +8,6 @@ batch_norm    in training, the ranks that share a channel compute its statistics
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -17,22 +16,22 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.dtensor.dispatch.call import (
-    Call,
     Choices,
     Decomposed,
     Meta,
     Op,
+    OpCall,
     Strategy,
     map_tree,
     rule,
 )
 from weft.dtensor.layout.boxes import Layout, distinct, is_shard, layout_of, moved, shard_dim
 from weft.dtensor.move.redistribute import move
-from weft.dtensor.rules.reduce import moments, reduced_layout
+from weft.dtensor.rules.reduce import Reduction, moments
 from weft.dtensor.tensor import DTensor, local_as, wrap
 
 
-def _by_samples(call: Call, n_samples: int, summed: int, n_batch: int = 1) -> list[Strategy]:
+def _by_samples(call: OpCall, n_samples: int, summed: int, n_batch: int = 1) -> list[Strategy]:
     """Samples are independent, gradients of weights sum over them.
 
     Args:
@@ -50,22 +49,22 @@ def _by_samples(call: Call, n_samples: int, summed: int, n_batch: int = 1) -> li
     return strategies
 
 
-@rule("native_layer_norm", "_fused_rms_norm")
-def layer_norm_rule(call: Call) -> Choices:
+@rule("native_layer_norm _fused_rms_norm")
+def layer_norm_rule(call: OpCall) -> Choices:
     """(input, normalized_shape, weight, ...) -> (out, statistics of the rows)."""
     if call.name == "native_layer_norm":
         _narrow(call)
     return Choices(_by_samples(call, 1, 0, call.inputs[0].ndim - len(call.args[1])))
 
 
-def _narrow(call: Call) -> None:
+def _narrow(call: OpCall) -> None:
     """On a CPU, statistics are no wider than all the rest, though those of meta kernels are."""
     if call.mesh.device_type == "cpu" and len(dtypes := {t.dtype for t in call.inputs}) == 1:
         call.outputs[1:3] = [Meta(m.shape, m.stride, *dtypes) for m in call.outputs[1:3]]
 
 
-@rule("native_layer_norm_backward", "_fused_rms_norm_backward")
-def layer_norm_backward(call: Call) -> Choices:
+@rule("native_layer_norm_backward _fused_rms_norm_backward")
+def layer_norm_backward(call: OpCall) -> Choices:
     """(grad, input, normalized_shape, statistics, weight, ...) -> (of input, of weight, ...)."""
     n_statistics = 2 if call.name == "native_layer_norm_backward" else 1
     mask = call.bound["output_mask"]
@@ -76,10 +75,10 @@ def layer_norm_backward(call: Call) -> Choices:
     return Choices([*strategies, *map(call.with_first, sums)])
 
 
-def _group_norm(call: Call, n_samples: int, summed: int) -> Choices:
+def _group_norm(call: OpCall, n_samples: int, summed: int) -> Choices:
     """Strategies by samples, with the number of local samples in the call; see `_by_samples`."""
 
-    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+    def localize(call: OpCall, inputs: list[Layout], outputs: list[Layout]) -> Any:
         at, op = list(call.bound).index("N"), call.op
 
         def run(*args: Any) -> Any:
@@ -90,7 +89,7 @@ def _group_norm(call: Call, n_samples: int, summed: int) -> Choices:
     return Choices(_by_samples(call, n_samples, summed), localize)
 
 
-def _unless_empty(call: Call, outputs: list[Layout], op: Op) -> Op:
+def _unless_empty(call: OpCall, outputs: list[Layout], op: Op) -> Op:
     """`op`, or zeros if this rank has no samples: torch would divide by their number."""
 
     def run(*args: Any) -> Any:
@@ -104,18 +103,18 @@ def _unless_empty(call: Call, outputs: list[Layout], op: Op) -> Op:
 
 
 @rule("native_group_norm")
-def group_norm(call: Call) -> Choices:
+def group_norm(call: OpCall) -> Choices:
     """(input (N, C, ...), weight, bias, N, ...) -> (out, statistics of each sample's groups)."""
     return _group_norm(call, 1, 0)
 
 
 @rule("native_group_norm_backward")
-def group_norm_backward(call: Call) -> Choices:
+def group_norm_backward(call: OpCall) -> Choices:
     """(grad, input, statistics, weight, N, ...) -> (of input, of weight, of bias)."""
     return _group_norm(call, 4, sum(map(bool, call.bound["output_mask"][1:])))
 
 
-def _fixed_norm(call: Call, of_samples: Placement) -> Choices:
+def _fixed_norm(call: OpCall, of_samples: Placement) -> Choices:
     """Batch norm with given statistics: by samples or by channels.
 
     Args:
@@ -140,7 +139,7 @@ def _fixed_norm(call: Call, of_samples: Placement) -> Choices:
     return Choices([call.whole, *map(strategy, filter(is_shard, shards))], _localize_fixed)
 
 
-def _localize_fixed(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Op:
+def _localize_fixed(call: OpCall, inputs: list[Layout], outputs: list[Layout]) -> Op:
     op = _unless_empty(call, outputs, call.op)
 
     def run(first: torch.Tensor, *args: Any) -> Any:
@@ -154,17 +153,11 @@ def _localize_fixed(call: Call, inputs: list[Layout], outputs: list[Layout]) -> 
 
 
 @rule(
-    "native_batch_norm",
-    "_native_batch_norm_legit",
-    "_native_batch_norm_legit_functional",
-    "_native_batch_norm_legit_no_training",
-    "_batch_norm_with_update",
-    "_batch_norm_with_update_functional",
-    "_batch_norm_no_update",
-    "cudnn_batch_norm",
-    "miopen_batch_norm",
+    "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional "
+    "_native_batch_norm_legit_no_training _batch_norm_with_update "
+    "_batch_norm_with_update_functional _batch_norm_no_update cudnn_batch_norm miopen_batch_norm"
 )
-def batch_norm(call: Call) -> Choices | Decomposed:
+def batch_norm(call: OpCall) -> Choices | Decomposed:
     """(input (N, C, ...), weight, bias, running statistics, ..., momentum, eps) -> (out, saved).
 
     In training the statistics are those of all samples, and the running ones are written.
@@ -179,16 +172,16 @@ def batch_norm(call: Call) -> Choices | Decomposed:
     return _fixed_norm(call, Replicate())
 
 
-def _train(call: Call, x: DTensor, weight: Any, bias: Any, *others: Any) -> tuple[Any, ...]:
+def _train(call: OpCall, x: DTensor, weight: Any, bias: Any, *others: Any) -> tuple[Any, ...]:
     # The running statistics are two, or none where an overload has none.
     *running, momentum, eps = (a for a in others if not isinstance(a, bool))
     if call.name.endswith("_functional"):
         running = [stat.clone() for stat in running]
-    source, dims = x._layout.reduced(), _not_channels(x._layout)
+    source, over = x._layout.reduced(), _not_channels(x._layout)
     local = local_as(x, source)
-    mean, var = moments(local, source, dims, False)
-    each = reduced_layout(source, dims, False, mean.dtype)
-    count = math.prod(source.shape[d] for d in dims)
+    mean, var = moments(local, source, over)
+    each = over.layout_of(source, mean.dtype)
+    count = over.count_of(source.shape)
     for stat, new in zip(running, (mean, var * count / (count - 1)), strict=False):
         if stat is not None:
             now = wrap(new, each) if isinstance(stat, DTensor) else new
@@ -208,8 +201,8 @@ def _train(call: Call, x: DTensor, weight: Any, bias: Any, *others: Any) -> tupl
     return tuple(results)
 
 
-def _not_channels(x: Layout) -> tuple[int, ...]:
-    return tuple(d for d in range(x.ndim) if d != 1)
+def _not_channels(x: Layout) -> Reduction:
+    return Reduction(tuple(d for d in range(x.ndim) if d != 1))
 
 
 def _of_channels(tensor: torch.Tensor, each: Layout) -> torch.Tensor:
@@ -222,8 +215,8 @@ def _wrapped_like(local: torch.Tensor, like: Layout, meta: Layout | Meta) -> DTe
     return wrap(local, layout_of(*lies, meta.shape, meta.stride, meta.dtype))
 
 
-@rule("native_batch_norm_backward", "batch_norm_backward")
-def batch_norm_backward(call: Call) -> Choices | Decomposed:
+@rule("native_batch_norm_backward batch_norm_backward")
+def batch_norm_backward(call: OpCall) -> Choices | Decomposed:
     """(grad, input, weight, running, saved statistics, ...) -> (of input, of weight, of bias)."""
     if not call.args[7]:
         return _fixed_norm(call, Partial("sum"))
@@ -234,8 +227,8 @@ def batch_norm_backward(call: Call) -> Choices | Decomposed:
     return Decomposed(run)
 
 
-@rule("cudnn_batch_norm_backward", "miopen_batch_norm_backward")
-def batch_norm_backward_elsewhere(call: Call) -> Decomposed:
+@rule("cudnn_batch_norm_backward miopen_batch_norm_backward")
+def batch_norm_backward_elsewhere(call: OpCall) -> Decomposed:
     """(input, grad, weight, running, saved statistics, ...); only called after training."""
 
     def run(x: DTensor, grad: DTensor, weight: Any, *others: Any) -> tuple[Any, ...]:
@@ -252,9 +245,10 @@ def _train_backward(
     invstd: DTensor,
     mask: tuple[bool, ...],
 ) -> tuple[Any, ...]:
-    source, dims = x._layout.reduced(), _not_channels(x._layout)
+    source, over = x._layout.reduced(), _not_channels(x._layout)
+    dims = over.dims
     wide = torch.promote_types(x.dtype, torch.float32)
-    each = reduced_layout(source, dims, False, wide)
+    each = over.layout_of(source, wide)
     scale, shift = _of_channels(invstd, each), _of_channels(mean, each)
     local, g = local_as(x, source), local_as(grad, source.with_dtype(grad.dtype)).to(wide)
 
@@ -271,7 +265,7 @@ def _train_backward(
     total, weighed = move(sums, partial_sums, partial_sums.reduced()).unbind(1)
     results: list[Any] = [None, None, None]
     if mask[0]:
-        count = math.prod(source.shape[d] for d in dims)
+        count = over.count_of(source.shape)
         slope = scale if weight is None else scale * _of_channels(weight, each)
         back = centred.mul_(broadcast(weighed * scale * scale / -count)).add_(g)
         back.sub_(broadcast(total / count)).mul_(broadcast(slope))

@@ -10,9 +10,9 @@ import torch
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from weft.dtensor.dispatch.call import Call, Choices, Chosen, Meta, Strategy, leaves, rule
+from weft.dtensor.dispatch.call import Choices, Chosen, Meta, OpCall, Strategy, leaves, rule
 from weft.dtensor.dispatch.planning import written
-from weft.dtensor.dispatch.pricing import choose
+from weft.dtensor.dispatch.pricing import choose_strategies
 from weft.dtensor.layout.boxes import Layout, Shape, is_inexact, is_shard, moved, shard_dim
 
 # f(sum of terms) = sum of f(term)
@@ -38,11 +38,11 @@ def _dim_of(layout: Layout, out: Shape, dim: int) -> int | None:
     return own if own >= 0 and layout.shape[own] == out[dim] else None
 
 
-def _name(call: Call) -> str:
+def _name(call: OpCall) -> str:
     return call.name.removesuffix("_")
 
 
-def shard_strategies(call: Call, out: Shape) -> Iterator[Strategy]:
+def shard_strategies(call: OpCall, out: Shape) -> Iterator[Strategy]:
     """A strategy for each shard of an argument: all other arguments are sharded alike."""
     seen: list[Placement] = []
     for layout in call.inputs:
@@ -61,7 +61,7 @@ def shard_strategies(call: Call, out: Shape) -> Iterator[Strategy]:
             yield Strategy(tuple(inputs), (as_output,) * len(call.outputs))
 
 
-def _terms_kept(call: Call) -> Iterator[Strategy]:
+def _terms_kept(call: OpCall) -> Iterator[Strategy]:
     """Strategies that leave sums and averages Partial, where the op is linear in them."""
     name, count, replicate = _name(call), len(call.inputs), Replicate()
     numbers = any(isinstance(a, (int, float, complex)) for a in call.args[:2])
@@ -80,7 +80,7 @@ def _terms_kept(call: Call) -> Iterator[Strategy]:
                 yield Strategy((replicate, partial), (partial,))
 
 
-def _extrema(call: Call) -> Iterator[Strategy]:
+def _extrema(call: OpCall) -> Iterator[Strategy]:
     """Strategies that leave maxima and minima Partial, where the op keeps or turns their order."""
     name, count, replicate = _name(call), len(call.inputs), Replicate()
     new = call.outputs[0].dtype
@@ -101,8 +101,8 @@ def _extrema(call: Call) -> Iterator[Strategy]:
             yield Strategy((replicate, p), (p,))
 
 
-@rule("pointwise", "floor_divide", "_conj", "_neg_view", "_prelu_kernel", "_prelu_kernel_backward")
-def pointwise(call: Call) -> Choices:
+@rule("pointwise floor_divide _conj _neg_view _prelu_kernel _prelu_kernel_backward")
+def pointwise(call: OpCall) -> Choices:
     """Sharded arguments are followed by the others; Partial ones stay so where the op is linear."""
     out = call.outputs[0].shape
     if call.name == "div" and not is_inexact(call.outputs[0].dtype):
@@ -111,8 +111,8 @@ def pointwise(call: Call) -> Choices:
     return Choices([call.whole, *strategies])
 
 
-@rule("masked_fill", "add_", "sub_")
-def shift(call: Call) -> Choices:
+@rule("masked_fill add_ sub_")
+def shift(call: OpCall) -> Choices:
     """A number that is added to a Partial sum or replaces it: the first rank's term takes it.
 
     The others take zero. Autograd does this in place, where the target has to stay Partial.
@@ -124,7 +124,7 @@ def shift(call: Call) -> Choices:
         return choices
     choices.strategies.extend(map(call.with_first, call.sums(call.inputs[0])))
 
-    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+    def localize(call: OpCall, inputs: list[Layout], outputs: list[Layout]) -> Any:
         op: Any = call.op
         target = inputs[0]
         of_value = inputs[-1] if isinstance(value, Layout) else target.replicated()
@@ -147,7 +147,7 @@ def shift(call: Call) -> Choices:
     return Choices(choices.strategies, localize)
 
 
-def _placed_as_first(call: Call, linear: bool) -> Choices:
+def _placed_as_first(call: OpCall, linear: bool) -> Choices:
     strategies = [call.whole]
     for placement in call.inputs[0].placements:
         if is_shard(placement) or (
@@ -157,20 +157,20 @@ def _placed_as_first(call: Call, linear: bool) -> Choices:
     return Choices(strategies)
 
 
-def _may_stay(call: Call, placement: Partial) -> bool:
+def _may_stay(call: OpCall, placement: Partial) -> bool:
     """Whether terms that are copied, perhaps to another dtype, remain terms."""
     same = all(t.dtype == call.outputs[0].dtype for t in call.inputs)
     return same or placement in call.sums(*call.inputs)
 
 
-@rule("detach", "alias", "clone", "_to_copy", "lift_fresh", "contiguous", "zero")
-def keep(call: Call) -> Choices:
+@rule("detach alias clone _to_copy lift_fresh contiguous zero")
+def keep(call: OpCall) -> Choices:
     """The same values, or zeros: every placement stays."""
     return _placed_as_first(call, linear=True)
 
 
-@rule("empty_like", "zeros_like", "ones_like", "full_like", "fill")
-def fill(call: Call) -> Choices:
+@rule("empty_like zeros_like ones_like full_like fill")
+def fill(call: OpCall) -> Choices:
     """Values that do not depend on the tensor's. Terms of a sum cannot be filled one by one."""
     if len(call.inputs) > 1:
         return pointwise(call)
@@ -183,14 +183,14 @@ def fill(call: Call) -> Choices:
     return choices
 
 
-@rule("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
-def new_rule(call: Call) -> Choices | Chosen:
+@rule("new_empty new_zeros new_ones new_full new_empty_strided")
+def new_rule(call: OpCall) -> Choices | Chosen:
     """Sharded as the source where the shape is the same, else replicated."""
     source, shape = call.inputs[0], call.outputs[0].shape
     same = shape == source.shape
     placements = tuple(p if same and is_shard(p) else Replicate() for p in source.placements)
 
-    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+    def localize(call: OpCall, inputs: list[Layout], outputs: list[Layout]) -> Any:
         size = outputs[0].local_shape
         packet: Any = call.op
 
@@ -206,7 +206,7 @@ def new_rule(call: Call) -> Choices | Chosen:
 
 
 @rule("copy")
-def copy(call: Call) -> Choices:
+def copy(call: OpCall) -> Choices:
     """The target keeps its placement, the source comes to it."""
     target = call.inputs[0]
     partials = [p for p in target.placements if isinstance(p, Partial) and _may_stay(call, p)]
@@ -215,7 +215,7 @@ def copy(call: Call) -> Choices:
 
 
 @rule("foreach")
-def foreach(call: Call) -> Chosen:
+def foreach(call: OpCall) -> Chosen:
     """Lists of tensors, position by position: the others follow the first list."""
     layouts = [
         [leaf for leaf in leaves(a) if isinstance(leaf, Layout)]
@@ -239,7 +239,7 @@ def foreach(call: Call) -> Chosen:
         of_written = Meta(row[0].shape, row[0].stride, row[0].dtype)
         part.outputs = call.outputs[position::length] or [of_written]
         writes = [i for i, (number, at) in enumerate(rows) if starts[number] + at in writable]
-        chosen = choose(part, pointwise(part), writes, [False] * len(row))
+        chosen = choose_strategies(part, pointwise(part), writes, [False] * len(row))
         for (number, at), placements in zip(rows, chosen.inputs, strict=True):
             inputs[number][at] = placements
         if call.outputs:
@@ -252,10 +252,10 @@ def foreach(call: Call) -> Chosen:
     return Chosen(flat, outputs)
 
 
-def _call_at(call: Call, name: str, row: list[Layout]) -> Call:
+def _call_at(call: OpCall, name: str, row: list[Layout]) -> OpCall:
     """The call of one position of the lists."""
     firsts = [next(leaves(a), None) for a in call.args]
     numbers = [a for a in firsts if isinstance(a, (int, float, complex))]
-    part = Call(call.op, [*row, *numbers], {})
+    part = OpCall(call.op, [*row, *numbers], {})
     part.name = name
     return part

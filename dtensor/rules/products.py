@@ -23,7 +23,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.collectives import cost
-from weft.dtensor.dispatch.call import PENDING, Call, Choices, Strategy, Way, rule
+from weft.dtensor.dispatch.call import PENDING, Choices, OpCall, Strategy, Way, rule
 from weft.dtensor.layout.boxes import Layout
 from weft.dtensor.layout.symbolic import present
 from weft.dtensor.move.transfers import same_shard, transition_bytes
@@ -56,32 +56,34 @@ def stack_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 @rule("linear_product")
-def _linear_rule(call: Call) -> Choices:
+def _linear_rule(call: OpCall) -> Choices:
     rows = string.ascii_uppercase[: call.inputs[0].ndim - 1]
     bias = 2 if len(call.inputs) == 3 else None
     return _with_fused(call, rows + "k", "nk", rows + "n", bias)
 
 
 @rule("linear_input_grad")
-def _linear_input_grad_rule(call: Call) -> Choices:
+def _linear_input_grad_rule(call: OpCall) -> Choices:
     rows = string.ascii_uppercase[: call.inputs[0].ndim - 1]
     return _with_fused(call, rows + "n", "nk", rows + "k")
 
 
 @rule("linear_weight_grad")
-def _linear_weight_grad_rule(call: Call) -> Choices:
+def _linear_weight_grad_rule(call: OpCall) -> Choices:
     # Never pending: x and grad would be kept until the optimizer reads the gradient.
     rows = string.ascii_uppercase[: call.inputs[0].ndim - 1]
     return contraction(call, rows + "n", rows + "k", "nk")
 
 
 @rule("stack_product")
-def _stack_rule(call: Call) -> Choices:
+def _stack_rule(call: OpCall) -> Choices:
     batch = string.ascii_uppercase[: call.inputs[0].ndim - 2]
     return _with_fused(call, batch + "mk", batch + "kn", batch + "mn")
 
 
-def _with_fused(call: Call, first: str, second: str, out: str, bias: int | None = None) -> Choices:
+def _with_fused(
+    call: OpCall, first: str, second: str, out: str, bias: int | None = None
+) -> Choices:
     """The strategies of the contraction (one letter a dim), and the fused ops that it can be."""
     strategies: list[Strategy] = []
     pending = Way(PENDING, _pending_us)
@@ -102,11 +104,11 @@ def _with_fused(call: Call, first: str, second: str, out: str, bias: int | None 
     return Choices(strategies, stays=1 if len(second) == 2 else None)
 
 
-def _pending_us(call: Call, mesh_dim: int) -> float | str:
+def _pending_us(call: OpCall, mesh_dim: int) -> float | str:
     return _not_fused(call, mesh_dim) or 0.0
 
 
-def _gather_us(call: Call, mesh_dim: int, row: int, column: int) -> float | str:
+def _gather_us(call: OpCall, mesh_dim: int, row: int, column: int) -> float | str:
     x, w = call.inputs[:2]
     if why := _not_fused(call, mesh_dim):
         return why
@@ -118,15 +120,14 @@ def _gather_us(call: Call, mesh_dim: int, row: int, column: int) -> float | str:
         return f"a later mesh dim cuts dim {row} again"
     rates, hidden = cost.typical(call.mesh.device_type), 0.0
     if call.mesh.device_type != "cpu":  # a CPU's cores also copy
-        sizes = zip(w.placements, w.place.sizes, strict=True)
-        columns = w.shape[column] // math.prod(n for p, n in sizes if p == Shard(column))
+        columns = w.shape[column] // w.parts(column)
         M, N, K = (int(present(n)) for n in (math.prod(x.shape[:-1]), columns, x.shape[-1]))
         hidden = rates.matmul_us(M, N, K, x.dtype)
     us = fused_us(present(transition_bytes(x, mesh_dim, Replicate())), rates, hidden)
     return us + rates.memory_us(0, 2 * (stacked(w) - 1))
 
 
-def _not_fused(call: Call, mesh_dim: int) -> str:
+def _not_fused(call: OpCall, mesh_dim: int) -> str:
     """Why no fused op can run this call along a mesh dim; empty if one can."""
     x = call.inputs[0]
     if not x.dtype.is_floating_point:

@@ -7,24 +7,16 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Partial
 
-from weft.dtensor.dispatch.call import Call, Choices, Chosen, Decomposed, Op, rule
+from weft.dtensor.dispatch.call import Choices, Chosen, Decomposed, Op, OpCall, rule
 from weft.dtensor.layout.boxes import Layout, show
 from weft.dtensor.random import drawn
 
 
 @rule(
-    "uniform",
-    "normal",
-    "random",
-    "exponential",
-    "log_normal",
-    "cauchy",
-    "geometric",
-    "rand_like",
-    "randn_like",
-    "randint_like",
+    "uniform normal random exponential log_normal cauchy geometric rand_like randn_like "
+    "randint_like"
 )
-def draw(call: Call) -> Choices | Chosen:
+def draw(call: OpCall) -> Choices | Chosen:
     """Numbers that depend on the tensor's shape and strides, not on its values."""
     if len(call.inputs) != 1 or "Tensor" in getattr(call.op, "_overloadname", ""):
         return given_by_tensors(call)
@@ -34,7 +26,7 @@ def draw(call: Call) -> Choices | Chosen:
     return Chosen([read], [placements], _draw_part)
 
 
-def _draw_part(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Op:
+def _draw_part(call: OpCall, inputs: list[Layout], outputs: list[Layout]) -> Op:
     in_place, layout = call.name.endswith("_"), outputs[0]
 
     def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -52,7 +44,7 @@ def _draw_part(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Op:
 
 
 @rule("bernoulli")
-def bernoulli(call: Call) -> Choices | Chosen | Decomposed:
+def bernoulli(call: OpCall) -> Choices | Chosen | Decomposed:
     """Like `draw` if the probability is a number, on replicas if it is a tensor."""
     if isinstance(call.bound.get("p"), (int, float)):
         return draw(call)
@@ -65,14 +57,14 @@ def bernoulli(call: Call) -> Choices | Chosen | Decomposed:
     return given_by_tensors(call)
 
 
-@rule("poisson", "binomial", "multinomial", "_standard_gamma", "_sample_dirichlet")
-def given_by_tensors(call: Call) -> Choices:
+@rule("poisson binomial multinomial _standard_gamma _sample_dirichlet")
+def given_by_tensors(call: OpCall) -> Choices:
     """Run on replicas: how many numbers an element draws depends on the values."""
     return Choices([call.whole])
 
 
 @rule("native_dropout")
-def native_dropout(call: Call) -> Chosen:
+def native_dropout(call: OpCall) -> Chosen:
     """x times the scaled mask that the op draws for a tensor of ones.
 
     Terms of a sum keep one mask, as scaling is linear.
@@ -84,7 +76,7 @@ def native_dropout(call: Call) -> Chosen:
                 f"{call}: dropout scales, which {show([p])} does not allow. Redistribute first"
             )
 
-    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Op:
+    def localize(call: OpCall, inputs: list[Layout], outputs: list[Layout]) -> Op:
         kept = outputs[1]
 
         def run(x: torch.Tensor, p: float, train: bool | None) -> Any:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -13,11 +13,12 @@ from torch.distributed.tensor.placement_types import Placement
 
 from weft.collectives.ranks.reports import check_all
 from weft.dtensor.dispatch.agreement import all_agree
-from weft.dtensor.dispatch.call import Call, Choices, Decomposed, Op, Strategy, rule
+from weft.dtensor.dispatch.call import Choices, Decomposed, Op, OpCall, Strategy, rule
 from weft.dtensor.dispatch.dispatch import dispatch
 from weft.dtensor.layout.boxes import (
     Layout,
-    contiguous_stride,
+    Shape,
+    contiguous_layout,
     distinct,
     from_front,
     is_shard,
@@ -30,34 +31,64 @@ from weft.dtensor.move.redistribute import move
 from weft.dtensor.tensor import DTensor, local_as, wrap
 
 
-def reduced_dims(call: Call) -> tuple[int, ...]:
-    """The dims that the op reduces, from the front."""
-    ndim = call.inputs[0].ndim
-    dims = call.bound.get("dim")
-    if not ndim or dims is None or (isinstance(dims, (list, tuple)) and not dims):
-        return tuple(range(ndim))
-    if isinstance(dims, int):
-        dims = [dims]
-    return tuple(from_front(d, ndim) for d in dims)
+class Reduction(NamedTuple):
+    """The dims that an op reduces, counted from the front, and whether they stay, of size 1."""
+
+    dims: tuple[int, ...]
+    keepdim: bool = False
+
+    @staticmethod
+    def of(call: OpCall) -> Reduction:
+        """That of an op with the arguments `dim` and `keepdim`."""
+        ndim, bound = call.inputs[0].ndim, call.bound
+        dims = bound.get("dim")
+        if not ndim or dims is None or (isinstance(dims, (list, tuple)) and not dims):
+            dims = range(ndim)
+        elif isinstance(dims, int):
+            dims = [dims]
+        return Reduction(tuple(from_front(d, ndim) for d in dims), bool(bound.get("keepdim")))
+
+    def place_of(self, dim: int) -> int:
+        """Where a dim of the source is that is not reduced."""
+        return dim if self.keepdim else dim - sum(d < dim for d in self.dims)
+
+    def count_of(self, shape: Sequence[int]) -> int:
+        """How many elements of the source make one of the result."""
+        return math.prod(shape[d] for d in self.dims)
+
+    def shape_of(self, source: Sequence[int]) -> Shape:
+        """The shape of the result."""
+        marked = [(n, d in self.dims) for d, n in enumerate(source)]
+        return tuple(1 if gone else n for n, gone in marked if self.keepdim or not gone)
+
+    def layout_of(self, source: Layout, dtype: torch.dtype) -> Layout:
+        """The layout of the result, the ranks' results combined."""
+        placements = [
+            moved(p, self.place_of(shard_dim(p)))
+            if is_shard(p) and shard_dim(p) not in self.dims
+            else Replicate()
+            for p in source.placements
+        ]
+        return contiguous_layout(source.mesh, placements, self.shape_of(source.shape), dtype)
+
+    def kept_shards(self, call: OpCall) -> list[Strategy]:
+        """Replicate, and every shard of a dim that is not reduced."""
+        kept = [d for d in range(call.inputs[0].ndim) if d not in self.dims]
+        return call.kept({d: self.place_of(d) for d in kept})
+
+    def reduced_shards(self, call: OpCall, result: Placement) -> list[Strategy]:
+        """Every shard of a dim that is reduced, which makes the result a term."""
+        shards = [p for p in distinct(call.inputs[0].placements) if shard_dim(p) in self.dims]
+        return [Strategy((p,), (result,)) for p in shards]
 
 
-def _kept_dim(dim: int, dims: tuple[int, ...], keepdim: bool) -> int:
-    return dim if keepdim else dim - sum(d < dim for d in dims)
-
-
-def kept_shards(call: Call, dims: tuple[int, ...], keepdim: bool) -> list[Strategy]:
-    """Replicate, and every shard of a dim that is not among `dims`."""
-    kept = [d for d in range(call.inputs[0].ndim) if d not in dims]
-    return call.kept({d: _kept_dim(d, dims, keepdim) for d in kept})
-
-
-@rule("_fft_c2c", "_fft_r2c", "_fft_c2r")
-def fourier(call: Call) -> Choices:
+@rule("_fft_c2c _fft_r2c _fft_c2r")
+def fourier(call: OpCall) -> Choices:
     """Transforms along some dims, linear, and independent along the others."""
-    dims = tuple(from_front(dim, call.inputs[0].ndim) for dim in call.args[1])
+    over = Reduction(tuple(from_front(dim, call.inputs[0].ndim) for dim in call.args[1]), True)
     sums = map(call.with_first, call.sums(call.inputs[0]))
 
-    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+    def localize(call: OpCall, inputs: list[Layout], outputs: list[Layout]) -> Any:
         size, op = outputs[0].local_shape, call.op
 
         def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -67,7 +98,7 @@ def fourier(call: Call) -> Choices:
 
         return run
 
-    return Choices([*kept_shards(call, dims, True), *sums], localize)
+    return Choices([*over.kept_shards(call), *sums], localize)
 
 
 def _may_leave_empty(layout: Layout, dims: tuple[int, ...]) -> bool:
@@ -78,15 +109,7 @@ def _may_leave_empty(layout: Layout, dims: tuple[int, ...]) -> bool:
     return any(not box[d] for box in boxes for d in dims if layout.shape[d])
 
 
-def _reduced_shards(call: Call, dims: tuple[int, ...], result: Placement) -> list[Strategy]:
-    return [
-        Strategy((p,), (result,))
-        for p in distinct(call.inputs[0].placements)
-        if is_shard(p) and shard_dim(p) in dims
-    ]
-
-
-def _terms_of_kind(call: Call, kind: str) -> list[Strategy]:
+def _terms_of_kind(call: OpCall, kind: str) -> list[Strategy]:
     return [
         Strategy((p,), (p,))
         for p in distinct(call.inputs[0].placements)
@@ -94,39 +117,39 @@ def _terms_of_kind(call: Call, kind: str) -> list[Strategy]:
     ]
 
 
-@rule("sum", "nansum", "count_nonzero")
-def sum_(call: Call) -> Choices:
+@rule("sum nansum count_nonzero")
+def sum_(call: OpCall) -> Choices:
     """A sum over a sharded dim is a Partial sum."""
-    dims, keepdim = reduced_dims(call), bool(call.bound.get("keepdim"))
-    strategies = kept_shards(call, dims, keepdim) + _reduced_shards(call, dims, Partial("sum"))
+    over = Reduction.of(call)
+    strategies = over.kept_shards(call) + over.reduced_shards(call, Partial("sum"))
     if call.name == "sum":
         strategies += map(call.with_first, call.sums(*call.inputs))
     return Choices(strategies)
 
 
 @rule("mean")
-def mean(call: Call) -> Choices:
+def mean(call: OpCall) -> Choices:
     """The ranks' means, weighted by their shares of the elements, are a Partial sum.
 
     With equal shares, the plain means are a Partial average.
     """
-    dims, keepdim = reduced_dims(call), bool(call.bound.get("keepdim"))
+    over = Reduction.of(call)
     source = call.inputs[0]
     ranks = len(source.place.ranks)
     # Any mesh dims may cut a dim: its shards are even if all of them together cut it evenly.
     parts = ranks * math.lcm(*map(pieces_of, source.placements))
-    cut = [source.shape[d] for d in source.cut_dims if d in dims]
+    cut = [source.shape[d] for d in source.cut_dims if d in over.dims]
     even = all(size % parts == 0 for size in cut)
     partial = Partial("avg" if even else "sum")
-    strategies = kept_shards(call, dims, keepdim) + _reduced_shards(call, dims, partial)
+    strategies = over.kept_shards(call) + over.reduced_shards(call, partial)
     if even:
         return Choices([*strategies, *map(call.with_first, call.sums(source))])
 
-    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+    def localize(call: OpCall, inputs: list[Layout], outputs: list[Layout]) -> Any:
         local, whole = inputs[0].local_shape, inputs[0].shape
         # The mean of no elements is NaN on every rank.
-        count = math.prod(whole[d] for d in dims)
-        weight = math.prod(local[d] for d in dims) / count if count else 1.0
+        count = over.count_of(whole)
+        weight = over.count_of(local) / count if count else 1.0
         op: Any = call.op
         if all(p != partial for p in outputs[0].placements):
             return op
@@ -144,14 +167,10 @@ _UNREDUCED, _MEAN = 0, 1  # aten's numbers for reduction=
 
 
 @rule(
-    "mse_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "soft_margin_loss",
-    "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
+    "mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy "
+    "binary_cross_entropy_with_logits"
 )
-def elementwise_loss(call: Call) -> Choices | Decomposed:
+def elementwise_loss(call: OpCall) -> Choices | Decomposed:
     """The losses of single elements, and their sum or mean: no rank needs another's elements."""
     from weft.dtensor.rules.pointwise import pointwise
 
@@ -182,59 +201,50 @@ _EXTREMA = {
 }
 
 
-@rule("amax", "amin", "max", "min", "prod", "any", "all")
-def extremum(call: Call) -> Choices:
+@rule("amax amin max min prod any all")
+def extremum(call: OpCall) -> Choices:
     """Partial of the same kind, except where a rank has nothing, or the index is asked for."""
     if len(call.inputs) == 2:
         from weft.dtensor.rules.pointwise import pointwise
 
         return pointwise(call)
-    dims, keepdim = reduced_dims(call), bool(call.bound.get("keepdim"))
-    strategies = kept_shards(call, dims, keepdim)
+    over = Reduction.of(call)
+    strategies = over.kept_shards(call)
     neutral = call.name in ("prod", "any", "all")
-    if len(call.outputs) == 1 and (neutral or not _may_leave_empty(call.inputs[0], dims)):
+    if len(call.outputs) == 1 and (neutral or not _may_leave_empty(call.inputs[0], over.dims)):
         kind = _EXTREMA[call.name]
-        strategies += _reduced_shards(call, dims, Partial(kind))
+        strategies += over.reduced_shards(call, Partial(kind))
         if call.outputs[0].dtype == call.inputs[0].dtype:
             strategies += _terms_of_kind(call, kind)
     return Choices(strategies)
 
 
-@rule(
-    "argmax",
-    "argmin",
-    "logsumexp",
-    "median",
-    "nanmedian",
-    "mode",
-    "aminmax",
-    "kthvalue",
-)
-def gathered(call: Call) -> Choices:
+@rule("argmax argmin logsumexp median nanmedian mode aminmax kthvalue")
+def gathered(call: OpCall) -> Choices:
     """Reduced dims are gathered, the others may be sharded."""
-    dims, keepdim = reduced_dims(call), bool(call.bound.get("keepdim"))
-    return Choices(kept_shards(call, dims, keepdim))
+    over = Reduction.of(call)
+    return Choices(over.kept_shards(call))
 
 
-@rule("var", "std", "var_mean", "std_mean")
-def variance(call: Call) -> Choices | Decomposed:
+@rule("var std var_mean std_mean")
+def variance(call: OpCall) -> Choices | Decomposed:
     """Over a sharded dim: one exchange of each rank's moments."""
-    dims, keepdim = reduced_dims(call), bool(call.bound.get("keepdim"))
+    over = Reduction.of(call)
     layout = call.inputs[0]
     # The overloads with `unbiased` come here in inference mode only.
     unbiased = call.bound.get("unbiased")
     # Of integers torch has none, and says so.
-    if not layout.dtype.is_floating_point or not any(d in dims for d in layout.cut_dims):
-        return Choices(kept_shards(call, dims, keepdim))
+    if not layout.dtype.is_floating_point or not any(d in over.dims for d in layout.cut_dims):
+        return Choices(over.kept_shards(call))
 
     def run(x: DTensor, *_: Any, **kwargs: Any) -> Any:
         correction = kwargs.get("correction", unbiased)
         solid = x._layout.reduced()
-        mean, var = moments(local_as(x, solid), solid, dims, keepdim)
-        count = math.prod(solid.shape[d] for d in dims)
+        mean, var = moments(local_as(x, solid), solid, over)
+        count = over.count_of(solid.shape)
         free = max(count - (1 if correction is None else correction), 0)
         var = (var * count / free).to(x.dtype)
-        reduced = reduced_layout(solid, dims, keepdim, x.dtype)
+        reduced = over.layout_of(solid, x.dtype)
         first = wrap(var.sqrt() if call.name.startswith("std") else var, reduced)
         return (first, wrap(mean.to(x.dtype), reduced)) if len(call.outputs) == 2 else first
 
@@ -242,104 +252,83 @@ def variance(call: Call) -> Choices | Decomposed:
 
 
 def moments(
-    local: torch.Tensor, source: Layout, dims: tuple[int, ...], keepdim: bool
+    local: torch.Tensor, source: Layout, over: Reduction
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(mean, mean square of the distance from it) over `dims`, in float32 at least. Collective.
+    """(mean, mean square of the distance from it) of a reduction, in float32 at least. Collective.
 
     Each rank sends its own two and its number of elements: the difference of plain sums of squares
     would lose digits.
     """
     wide = local.to(torch.promote_types(local.dtype, torch.float32))
-    count = math.prod(local.shape[d] for d in dims)
+    count = over.count_of(local.shape)
     # Torch's own variance, in one pass, takes four times as long.
-    mean = wide.sum(dims, keepdim=True).div_(max(count, 1))
-    squares = (wide - mean).square_().sum(dims, keepdim)
+    mean = wide.sum(over.dims, keepdim=True).div_(max(count, 1))
+    squares = (wide - mean).square_().sum(*over)
     mean = mean.reshape(squares.shape)
-    if not any(shard_dim(p) in dims for p in source.placements):
+    if not any(shard_dim(p) in over.dims for p in source.placements):
         return mean, squares.div_(count)
     own = torch.stack([mean, squares, torch.full_like(mean, count)], -1)
-    means, squares, counts = _of_each_rank(own, source, dims, keepdim).unbind(-1)
+    means, squares, counts = _of_each_rank(own, source, over).unbind(-1)
     total = counts.sum(0)
     mean = (means * counts).sum(0) / total
     return mean, (squares + counts * (means - mean).square()).sum(0) / total
 
 
-@rule("linalg_vector_norm", "norm")
-def vector_norm(call: Call) -> Choices | Decomposed:
+@rule("linalg_vector_norm norm")
+def vector_norm(call: OpCall) -> Choices | Decomposed:
     """The norm over a sharded dim is the norm of the ranks' norms."""
-    dims, keepdim = reduced_dims(call), bool(call.bound.get("keepdim"))
-    if any(d in dims for d in call.inputs[0].cut_dims):
-        return Decomposed(_norm_of_norms(dims, keepdim))
-    return Choices(kept_shards(call, dims, keepdim))
+    over = Reduction.of(call)
+    if any(d in over.dims for d in call.inputs[0].cut_dims):
+        return Decomposed(_norm_of_norms(over))
+    return Choices(over.kept_shards(call))
 
 
 def _norm_over_ranks(every: torch.Tensor, order: Any) -> torch.Tensor:
     """(ranks, ...) norms of parts -> (...) norms. The 0-norm counts elements: counts add up."""
-    return every.sum(0) if order == 0 else _local_norm(every, order, (0,), False, every.dtype)
+    return every.sum(0) if order == 0 else _local_norm(every, order, Reduction((0,)), every.dtype)
 
 
-def _norm_of_norms(dims: tuple[int, ...], keepdim: bool) -> Callable[..., Any]:
+def _norm_of_norms(over: Reduction) -> Callable[..., Any]:
     def run(x: DTensor, *args: Any, **kwargs: Any) -> Any:
         solid = x._layout.reduced()  # terms of a sum have no norm
         local = local_as(x, solid)
         order = args[0] if args else kwargs.get("ord", kwargs.get("p"))
         order = 2 if order is None else order
         dtype = kwargs.get("dtype") or local.dtype
-        norms = _local_norm(local, order, dims, keepdim, dtype)
-        total = _norm_over_ranks(_of_each_rank(norms, solid, dims, keepdim), order)
-        return wrap(total, reduced_layout(solid, dims, keepdim, total.dtype))
+        norms = _local_norm(local, order, over, dtype)
+        total = _norm_over_ranks(_of_each_rank(norms, solid, over), order)
+        return wrap(total, over.layout_of(solid, total.dtype))
 
     return run
 
 
-def reduced_layout(
-    source: Layout, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype
-) -> Layout:
-    """The layout of a reduction of `source` over `dims`, the ranks' results combined."""
-    placements = tuple(
-        moved(p, _kept_dim(shard_dim(p), dims, keepdim))
-        if is_shard(p) and shard_dim(p) not in dims
-        else Replicate()
-        for p in source.placements
-    )
-    shape = tuple(
-        1 if d in dims else n for d, n in enumerate(source.shape) if keepdim or d not in dims
-    )
-    return layout_of(source.mesh, placements, shape, contiguous_stride(shape), dtype)
-
-
-def _of_each_rank(
-    part: torch.Tensor, source: Layout, dims: tuple[int, ...], keepdim: bool
-) -> torch.Tensor:
-    """(ranks, *part): the parts of the ranks that share `dims` of `source`. Collective.
+def _of_each_rank(part: torch.Tensor, source: Layout, over: Reduction) -> torch.Tensor:
+    """(ranks, *part): the parts of the ranks that share the reduced dims of `source`. Collective.
 
     Args:
         part: this rank's result, of the reduced shape and any further dims.
     """
-    reduced = reduced_layout(source, dims, keepdim, part.dtype)
-    crossed = [shard_dim(p) in dims for p in source.placements]
+    reduced = over.layout_of(source, part.dtype)
+    crossed = [shard_dim(p) in over.dims for p in source.placements]
     ranks = math.prod(n for n, c in zip(source.place.sizes, crossed, strict=True) if c)
     kept = [moved(p, shard_dim(p) + 1) if is_shard(p) else p for p in reduced.placements]
     shape = (ranks, *reduced.shape, *part.shape[reduced.ndim :])
-    gathered = layout_of(source.mesh, tuple(kept), shape, contiguous_stride(shape), part.dtype)
+    gathered = contiguous_layout(source.mesh, kept, shape, part.dtype)
     stacked = [Shard(0) if c else p for c, p in zip(crossed, kept, strict=True)]
     return move(part.unsqueeze(0), gathered.with_placements(stacked), gathered)
 
 
-def _local_norm(
-    x: torch.Tensor, order: Any, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype
-) -> torch.Tensor:
-    if any(x.shape[d] == 0 for d in dims):
+def _local_norm(x: torch.Tensor, order: Any, over: Reduction, dtype: torch.dtype) -> torch.Tensor:
+    if any(x.shape[d] == 0 for d in over.dims):
         # Leaves the norm over the ranks unchanged: infinity if that is a minimum.
         neutral = math.inf if order < 0 else 0.0
-        shape = [1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims]
-        return torch.full(shape, neutral, dtype=dtype.to_real(), device=x.device)
-    result: torch.Tensor = torch.linalg.vector_norm(x, order, dims, keepdim, dtype=dtype)
+        return torch.full(over.shape_of(x.shape), neutral, dtype=dtype.to_real(), device=x.device)
+    result: torch.Tensor = torch.linalg.vector_norm(x, order, *over, dtype=dtype)
     return result
 
 
 @rule("dist")
-def distance(call: Call) -> Decomposed:
+def distance(call: OpCall) -> Decomposed:
     """The norm of the difference."""
 
     def run(a: torch.Tensor, b: torch.Tensor, order: float = 2) -> torch.Tensor:
@@ -352,7 +341,7 @@ def distance(call: Call) -> Decomposed:
 
 
 @rule("equal")
-def equal(call: Call) -> Decomposed:
+def equal(call: OpCall) -> Decomposed:
     """Every rank compares its part; the tensors are equal if all parts are."""
 
     def run(a: DTensor, b: DTensor) -> bool:
@@ -369,7 +358,7 @@ def equal(call: Call) -> Decomposed:
 
 
 @rule("_local_scalar_dense")
-def item(call: Call) -> Decomposed:
+def item(call: OpCall) -> Decomposed:
     """The global tensor's one element: a Partial is reduced first."""
 
     def run(x: DTensor) -> Any:
@@ -381,14 +370,14 @@ def item(call: Call) -> Decomposed:
 
 
 @rule("_foreach_norm")
-def foreach_norm(call: Call) -> Decomposed:
+def foreach_norm(call: OpCall) -> Decomposed:
     """The norms of all tensors: local norms first, then one exchange for the whole list."""
     layouts, mesh = call.inputs, call.mesh
     if len({(layout.mesh, layout.dtype) for layout in layouts}) != 1:
         return Decomposed(_one_by_one(torch.ops.aten.linalg_vector_norm.default))
     solid = [layout.reduced() for layout in layouts]
     crossed = [tuple(map(is_shard, layout.placements)) for layout in solid]
-    count, place, replicated = len(layouts), layouts[0].place, (Replicate(),) * mesh.ndim
+    count, place = len(layouts), layouts[0].place
     # By the mesh dims that cut a tensor: the ranks that found parts of it, replicas left out.
     ranks_of = {
         pattern: [
@@ -401,10 +390,9 @@ def foreach_norm(call: Call) -> Decomposed:
 
     @lru_cache
     def layouts_of_norms(dtype: torch.dtype) -> tuple[Layout, Layout]:
-        ranks = len(place.ranks)
-        table = (ranks, count), (count, 1)  # row r: what rank r found
-        every = layout_of(mesh, (Shard(0),) * mesh.ndim, *table, dtype)
-        return every, layout_of(mesh, replicated, (), (), dtype)
+        # Row r: what rank r found.
+        table = contiguous_layout(mesh, [Shard(0)] * mesh.ndim, (len(place.ranks), count), dtype)
+        return table, contiguous_layout(mesh, [Replicate()] * mesh.ndim, (), dtype)
 
     def run(
         tensors: list[DTensor], order: float = 2, dtype: torch.dtype | None = None
@@ -417,7 +405,8 @@ def foreach_norm(call: Call) -> Decomposed:
             norms = torch._foreach_norm(parts, order, dtype=dtype)
         else:
             norms = tuple(
-                _local_norm(t, order, tuple(range(t.dim())), False, dtype or t.dtype) for t in parts
+                _local_norm(t, order, Reduction(tuple(range(t.dim()))), dtype or t.dtype)
+                for t in parts
             )
         mine = torch.stack(norms)
         table, scalar = layouts_of_norms(mine.dtype)
@@ -434,14 +423,14 @@ def foreach_norm(call: Call) -> Decomposed:
 
 
 @rule("_foreach_max")
-def foreach_max(call: Call) -> Decomposed:
+def foreach_max(call: OpCall) -> Decomposed:
     """The largest element of each tensor."""
     largest = torch.ops.aten.max.default
     return Decomposed(lambda tensors: [dispatch(largest, (tensor,)) for tensor in tensors])
 
 
 @rule("_foreach_powsum")
-def foreach_powsum(call: Call) -> Decomposed:
+def foreach_powsum(call: OpCall) -> Decomposed:
     """The sum of the powers of each tensor's elements."""
     return Decomposed(_one_by_one(torch.ops.aten.linalg__powsum.default))
 

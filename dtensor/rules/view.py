@@ -19,7 +19,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from weft.dtensor.dispatch.call import Call, Choices, Chosen, Localize, rule
+from weft.dtensor.dispatch.call import Choices, Chosen, Localize, OpCall, rule
 from weft.dtensor.dispatch.views import NoViewError
 from weft.dtensor.layout.boxes import (
     Layout,
@@ -35,14 +35,14 @@ from weft.dtensor.layout.boxes import (
 Pattern = tuple[int, tuple[tuple[int, int], ...]]
 
 
-def mapped(call: Call, dim_map: dict[int, int], localize: Localize | None = None) -> Choices:
+def mapped(call: OpCall, dim_map: dict[int, int], localize: Localize | None = None) -> Choices:
     """Shards of dims that the result has as they are, {dim of the first tensor: of the result}."""
     partials = [p for p in distinct(call.inputs[0].placements) if isinstance(p, Partial)]
     return Choices([*call.kept(dim_map), *map(call.with_first, partials)], localize)
 
 
-@rule("t", "transpose", "permute")
-def permute(call: Call) -> Choices:
+@rule("t transpose permute")
+def permute(call: OpCall) -> Choices:
     """Shards move with their dims."""
     ndim = call.inputs[0].ndim
     order = list(range(ndim))
@@ -55,7 +55,7 @@ def permute(call: Call) -> Choices:
 
 
 @rule("unsqueeze")
-def unsqueeze(call: Call) -> Choices:
+def unsqueeze(call: OpCall) -> Choices:
     """A new dim of size 1."""
     ndim = call.inputs[0].ndim
     at = from_front(call.args[1], ndim + 1)
@@ -63,7 +63,7 @@ def unsqueeze(call: Call) -> Choices:
 
 
 @rule("squeeze")
-def squeeze(call: Call) -> Choices:
+def squeeze(call: OpCall) -> Choices:
     """Dims of size 1 go, whatever their local size is."""
     shape = call.inputs[0].shape
     asked = call.args[1] if len(call.args) > 1 else range(len(shape))
@@ -72,20 +72,20 @@ def squeeze(call: Call) -> Choices:
     kept = [d for d in range(len(shape)) if d not in gone]
     dims = tuple(sorted(gone))
 
-    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+    def localize(call: OpCall, inputs: list[Layout], outputs: list[Layout]) -> Any:
         return lambda x, *_: torch.ops.aten.squeeze.dims(x, dims)
 
     return mapped(call, {old: new for new, old in enumerate(kept)}, localize)
 
 
 @rule("expand")
-def expand(call: Call) -> Choices:
+def expand(call: OpCall) -> Choices:
     """Only dims that are not expanded may be sharded."""
     shape, out = call.inputs[0].shape, call.outputs[0].shape
     shift = len(out) - len(shape)
     kept = {d: d + shift for d in range(len(shape)) if shape[d] == out[d + shift]}
 
-    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+    def localize(call: OpCall, inputs: list[Layout], outputs: list[Layout]) -> Any:
         size = outputs[0].local_shape
         return lambda x, *_, **__: x.expand(size)
 
@@ -93,19 +93,10 @@ def expand(call: Call) -> Choices:
 
 
 @rule(
-    "select",
-    "slice",
-    "narrow",
-    "unbind",
-    "split",
-    "split_with_sizes",
-    "unsafe_split",
-    "unsafe_split_with_sizes",
-    "chunk",
-    "unfold",
-    "diagonal",
+    "select slice narrow unbind split split_with_sizes unsafe_split unsafe_split_with_sizes chunk "
+    "unfold diagonal"
 )
-def along(call: Call) -> Choices:
+def along(call: OpCall) -> Choices:
     """Cuts along some dims; a shard of another dim stays."""
     bound = call.bound
     ndim = call.inputs[0].ndim
@@ -118,21 +109,21 @@ def along(call: Call) -> Choices:
     return mapped(call, {d: d - (drops and d > dim) for d in range(ndim) if d != dim})
 
 
-@rule("view_as_complex", "view_as_real")
-def pairs_of_numbers(call: Call) -> Choices:
+@rule("view_as_complex view_as_real")
+def pairs_of_numbers(call: OpCall) -> Choices:
     """A last dim of two numbers becomes one complex number each, or the other way round."""
     dims = {d: d for d in range(min(call.inputs[0].ndim, len(call.outputs[0].shape)))}
     return Choices([*call.kept(dims), *map(call.with_first, call.sums(call.inputs[0]))])
 
 
-def _all_of_it(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+def _all_of_it(call: OpCall, inputs: list[Layout], outputs: list[Layout]) -> Any:
     """A slice of everything, on each shard: its bounds, which are global, do not hold there."""
     listed = isinstance(call.output_tree, (list, tuple))
     return lambda x, *_, **__: [x.view_as(x)] if listed else x.view_as(x)
 
 
-@rule("as_strided", "as_strided_copy", "as_strided_scatter")
-def as_strided_rule(call: Call) -> Choices:
+@rule("as_strided as_strided_copy as_strided_scatter")
+def as_strided_rule(call: OpCall) -> Choices:
     """Reads the whole tensor's memory: replicated, with the same strides on every rank.
 
     With the tensor's own sizes and strides it reads nothing else, and each shard is itself.
@@ -146,7 +137,7 @@ def as_strided_rule(call: Call) -> Choices:
             f"{call}: of a DTensor that is not contiguous. Call contiguous() first, or index it"
         )
 
-    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+    def localize(call: OpCall, inputs: list[Layout], outputs: list[Layout]) -> Any:
         def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if not x.is_contiguous() or x.storage_offset():
                 raise NoViewError
@@ -225,8 +216,8 @@ def _divided(shape: Shape, placement: Placement, parts: int) -> Shape | None:
     return tuple(n // parts if d == dim else n for d, n in enumerate(shape))
 
 
-@rule("view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy", "_reshape_copy")
-def view(call: Call) -> Choices | Chosen:
+@rule("view _unsafe_view reshape _reshape_alias view_copy _reshape_copy")
+def view(call: OpCall) -> Choices | Chosen:
     """Keep each shard that is one of the result too; gather the others."""
     source = call.inputs[0]
     if call.outputs[0].dtype != source.dtype:
@@ -279,7 +270,7 @@ def _independent(source: Layout, mesh_dim: int, old: Shape, new: Shape) -> bool:
     return False
 
 
-def _localize_view(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+def _localize_view(call: OpCall, inputs: list[Layout], outputs: list[Layout]) -> Any:
     size = outputs[0].local_shape
 
     def copied(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:

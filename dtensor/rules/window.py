@@ -20,7 +20,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from weft.dtensor.dispatch.call import Call, Choices, Strategy, rule
+from weft.dtensor.dispatch.call import Choices, OpCall, Strategy, rule
 from weft.dtensor.layout.boxes import Layout, Shape, is_shard, shard_dim, with_boxes
 from weft.dtensor.move.redistribute import move
 
@@ -32,7 +32,7 @@ _R, _SUM = Replicate(), Partial("sum")
 class _Windows:
     """Geometry of one convolution: which rows of the input a row of the result sees."""
 
-    def __init__(self, call: Call, weight: Layout) -> None:
+    def __init__(self, call: OpCall, weight: Layout) -> None:
         bound = call.bound
         n = len(weight.shape) - 2
         self.stride, self.padding, self.dilation = (
@@ -92,7 +92,7 @@ def _cut_dims(layout: Layout) -> list[int]:
     return [dim for dim in layout.cut_dims if dim >= _SPATIAL]
 
 
-def _strategies(call: Call, forward: bool) -> list[Strategy]:
+def _strategies(call: OpCall, forward: bool) -> list[Strategy]:
     """Of the forward: (x, w, bias) -> y. Of the backward: (of y, x, w) -> (of x, of w, of bias)."""
     x, w = (call.inputs[0], call.inputs[1]) if forward else (call.inputs[1], call.inputs[2])
     windows = _Windows(call, w)
@@ -127,12 +127,11 @@ def _strategies(call: Call, forward: bool) -> list[Strategy]:
     return strategies + list(map(call.with_first, call.sums(call.inputs[0])))
 
 
-def _options(call: Call, x: Layout, tensors: int) -> list[Any]:
+def _options(call: OpCall, x: Layout, tensors: int) -> list[Any]:
     """The arguments after the first ones, with this rank's number of groups."""
     groups = call.bound["groups"]
     if groups > 1:
-        for p, n in zip(x.placements, x.place.sizes, strict=True):
-            groups //= n if shard_dim(p) == 1 else 1
+        groups //= x.parts(1)
     return list((call.bound | {"groups": groups}).values())[tensors:]
 
 
@@ -162,11 +161,11 @@ def _window_gradients(
     )
 
 
-@rule("convolution", "_convolution", "convolution_overrideable")
-def convolution(call: Call) -> Choices:
+@rule("convolution _convolution convolution_overrideable")
+def convolution(call: OpCall) -> Choices:
     """(x (N, C, ...), w, bias, stride, padding, dilation, transposed, output_padding, groups)."""
 
-    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+    def localize(call: OpCall, inputs: list[Layout], outputs: list[Layout]) -> Any:
         x, y = inputs[0], outputs[0]
         cut = _cut_dims(x)
         rest = _options(call, x, 3)
@@ -215,10 +214,10 @@ def _padded(
 
 
 @rule("convolution_backward")
-def convolution_backward(call: Call) -> Choices:
+def convolution_backward(call: OpCall) -> Choices:
     """(of y, x, w, bias_sizes, stride, ..., groups, output_mask) -> (of x, of w, of bias)."""
 
-    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+    def localize(call: OpCall, inputs: list[Layout], outputs: list[Layout]) -> Any:
         of_y, x, w = inputs
         mask = list(call.bound["output_mask"])
         cut = _cut_dims(x)
@@ -272,69 +271,47 @@ def convolution_backward(call: Call) -> Choices:
     return Choices(_strategies(call, False), localize)
 
 
-# The number of image dims, the last ones. Autograd passes arguments that were checked before.
-_IMAGES = {
-    "max_pool2d_with_indices_backward": 2,
-    "max_pool3d_with_indices_backward": 3,
-    "col2im": 2,
-    "adaptive_max_pool2d_backward": 2,
-    "adaptive_max_pool3d_backward": 3,
-    "fractional_max_pool2d_backward": 2,
-    "fractional_max_pool3d_backward": 3,
-    "max_unpool2d": 2,
-    "max_unpool3d": 3,
-    "avg_pool2d_backward": 2,
-    "avg_pool3d_backward": 3,
-    "_adaptive_avg_pool2d": 2,
-    "_adaptive_avg_pool3d": 3,
-    "_adaptive_avg_pool2d_backward": 2,
-    "_adaptive_avg_pool3d_backward": 3,
-    "reflection_pad1d_backward": 1,
-    "reflection_pad2d_backward": 2,
-    "reflection_pad3d_backward": 3,
-    "replication_pad1d_backward": 1,
-    "replication_pad2d_backward": 2,
-    "replication_pad3d_backward": 3,
-    "upsample_nearest1d_backward": 1,
-    "upsample_nearest2d_backward": 2,
-    "upsample_nearest3d_backward": 3,
-    "_upsample_nearest_exact1d_backward": 1,
-    "_upsample_nearest_exact2d_backward": 2,
-    "_upsample_nearest_exact3d_backward": 3,
-    "upsample_linear1d_backward": 1,
-    "upsample_bilinear2d_backward": 2,
-    "_upsample_bilinear2d_aa_backward": 2,
-    "upsample_bicubic2d_backward": 2,
-    "_upsample_bicubic2d_aa_backward": 2,
-    "upsample_trilinear3d_backward": 3,
-    "_upsample_nearest_exact1d": 1,
-    "_upsample_nearest_exact2d": 2,
-    "_upsample_nearest_exact3d": 3,
-    "_upsample_bilinear2d_aa": 2,
-    "_upsample_bicubic2d_aa": 2,
+# Ops, and how many dims, the last ones, are the image. Autograd passes what was checked before.
+_IMAGES = {"col2im": 2} | {
+    name.replace("#", str(n)): n
+    for dims, names in (
+        ((1,), "upsample_linear#d_backward"),
+        ((2,), "upsample_bilinear#d_backward upsample_bicubic#d_backward"),
+        ((2,), "_upsample_bilinear#d_aa _upsample_bilinear#d_aa_backward"),
+        ((2,), "_upsample_bicubic#d_aa _upsample_bicubic#d_aa_backward"),
+        ((3,), "upsample_trilinear#d_backward"),
+        ((2, 3), "max_pool#d_with_indices_backward fractional_max_pool#d_backward max_unpool#d"),
+        ((2, 3), "avg_pool#d_backward adaptive_max_pool#d_backward"),
+        ((2, 3), "_adaptive_avg_pool#d _adaptive_avg_pool#d_backward"),
+        ((1, 2, 3), "reflection_pad#d_backward replication_pad#d_backward"),
+        ((1, 2, 3), "_upsample_nearest_exact#d _upsample_nearest_exact#d_backward"),
+        ((1, 2, 3), "upsample_nearest#d_backward"),
+    )
+    for name in names.split()
+    for n in dims
 }
 
 
-@rule(*_IMAGES)
-def images(call: Call) -> Choices:
+@rule(_IMAGES)
+def images(call: OpCall) -> Choices:
     """Ops that treat each image by itself."""
     batch = call.inputs[0].ndim - _IMAGES[call.name]
     shards = [p for p in call.placements if is_shard(p) and shard_dim(p) < batch]
     return Choices([call.whole, *map(call.with_all, shards)], _of_images)
 
 
-@rule("affine_grid_generator", "affine_grid_generator_backward")
-def affine_grid(call: Call) -> Choices:
+@rule("affine_grid_generator affine_grid_generator_backward")
+def affine_grid(call: OpCall) -> Choices:
     """(matrices or gradients of grids (N, ...), the size of the images (N, C, ...), ...)."""
 
-    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+    def localize(call: OpCall, inputs: list[Layout], outputs: list[Layout]) -> Any:
         return lambda x, size, *rest: call.op(x, [x.shape[0], *size[1:]], *rest)
 
     return Choices(call.kept({0: 0}), localize)
 
 
-@rule("grid_sampler_2d_backward", "grid_sampler_3d_backward")
-def grid_sampler_backward(call: Call) -> Choices:
+@rule("grid_sampler_2d_backward grid_sampler_3d_backward")
+def grid_sampler_backward(call: OpCall) -> Choices:
     """(of y (N, C, ...), x (N, C, ...), grid (N, ..., 2 or 3), ...) -> (of x, of the grid)."""
     lines: list[tuple[Placement, Placement, Placement, Placement, Placement]] = [
         (_R, _R, _R, _R, _R),
@@ -349,7 +326,7 @@ def grid_sampler_backward(call: Call) -> Choices:
         for line in lines
     ]
 
-    def localize(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+    def localize(call: OpCall, inputs: list[Layout], outputs: list[Layout]) -> Any:
         def run(grad: torch.Tensor, x: torch.Tensor, grid: torch.Tensor, *rest: Any) -> Any:
             if grad.numel():
                 return call.op(grad, x, grid, *rest)
@@ -361,7 +338,7 @@ def grid_sampler_backward(call: Call) -> Choices:
     return Choices(strategies, localize)
 
 
-def _of_images(call: Call, inputs: list[Layout], outputs: list[Layout]) -> Any:
+def _of_images(call: OpCall, inputs: list[Layout], outputs: list[Layout]) -> Any:
     names = list(call.bound)
     at = names.index("input_size") if "input_size" in names else None
     size, op = outputs[0].local_shape, call.op

@@ -28,15 +28,10 @@ from weft.collectives import Group, resolve
 from weft.collectives.collective_ops import even_sizes
 from weft.collectives.custom_ops import compose, define, differentiate, gathered_sizes, world_of
 from weft.collectives.ranks.group import alone
-from weft.kernels.attention import ulysses
+from weft.kernels.attention import swaps, ulysses
 from weft.kernels.attention.decode import append_to_cache, flash_decode
-from weft.kernels.attention.ring import (
-    AttentionPlan,
-    plan_attention,
-    ring_attention,
-    ring_gradients,
-    saved_with,
-)
+from weft.kernels.attention.plan import AttentionOptions, AttentionPlan, plan_attention
+from weft.kernels.attention.ring import ring_attention, ring_gradients, saved_with
 from weft.settings import current_engine
 
 _ops: Any = torch.ops.weft
@@ -46,35 +41,18 @@ def _group(name: str) -> Group:
     return resolve(name) if name else alone()
 
 
-def _window(reach: list[int] | None) -> tuple[int, int] | None:
-    return None if reach is None else (reach[0], reach[1])
-
-
 def _wide(x: torch.Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def _run(attention: Callable[..., Any]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """out and lse of a public function, given the name of a group; defaults as in `_OPTIONS`."""
+    """out and lse of a public function, given the name of a group."""
 
     def run(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        group_name: str,
-        causal: bool = False,
-        scale: float | None = None,
-        layout: str = "contiguous",
-        window: list[int] | None = None,
-        cu_seqlens: torch.Tensor | None = None,
-        sizes: list[int] | None = None,
-        key_sizes: list[int] | None = None,
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group_name: str, *args: Any, **named: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = attention(
-            q, k, v, _group(group_name), causal=causal, scale=scale, layout=layout,
-            window=_window(window), cu_seqlens=cu_seqlens, return_lse=True, sizes=sizes,
-            key_sizes=key_sizes,
-        )  # fmt: skip
+        options = AttentionOptions(*args, **named)._asdict()
+        out, lse = attention(q, k, v, _group(group_name), return_lse=True, **options)
         return out, lse
 
     return run
@@ -108,24 +86,10 @@ def _attention_grads(op: str) -> Callable[..., tuple[Any, ...]]:
 
 
 def _plan(
-    op: str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    group_name: str,
-    causal: bool,
-    scale: float | None,
-    layout: Any,
-    window: list[int] | None,
-    cu_seqlens: torch.Tensor | None,
-    sizes: list[int] | None,
-    key_sizes: list[int] | None,
+    op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group_name: str, *options: Any
 ) -> AttentionPlan:
     """The plan of the forward."""
-    return plan_attention(
-        q, k, v, _group(group_name), causal, scale, layout, _window(window), cu_seqlens, sizes,
-        key_sizes, op,
-    )  # fmt: skip
+    return plan_attention(q, k, v, _group(group_name), AttentionOptions(*options), op)
 
 
 # Their first arguments are _KEPT: q, k, v, out, lse and the gradients of the last two.
@@ -137,7 +101,7 @@ def _ring_attention_backward(*args: Any) -> tuple[torch.Tensor, ...]:
 
 def _head_attention_backward(*args: Any) -> tuple[torch.Tensor, ...]:
     qkv, grads, options = args[:3], args[5:7], args[7:]
-    call = _plan(ulysses.OP, *qkv, *options)
+    call = _plan(swaps.OP, *qkv, *options)
     if ulysses.in_one_launch(call):
         made = ulysses.head_gradients(call, saved_with(args[:5], grads))
         return tuple(grad.contiguous() for grad in made)
@@ -150,8 +114,8 @@ def _head_attention_backward(*args: Any) -> tuple[torch.Tensor, ...]:
     return tuple(torch.zeros_like(x) if x.grad is None else x.grad.contiguous() for x in inputs)
 
 
-def _heads(heads: int, kv_heads: int, of_keys: bool, world_size: int) -> ulysses.Heads:
-    return ulysses.split_heads(heads, kv_heads, world_size)[of_keys]
+def _heads(heads: int, kv_heads: int, of_keys: bool, world_size: int) -> swaps.HeadsByRank:
+    return swaps.split_heads(heads, kv_heads, world_size)[of_keys]
 
 
 def _tokens_to_heads(
@@ -159,7 +123,7 @@ def _tokens_to_heads(
 ) -> torch.Tensor:
     group = resolve(group_name)
     rows = tuple(even_sizes(x, group, 2, sizes))
-    return ulysses.to_heads(x, group, _heads(heads, kv_heads, of_keys, group.world_size), rows)
+    return swaps.to_heads(x, group, _heads(heads, kv_heads, of_keys, group.world_size), rows)
 
 
 def _tokens_to_heads_fake(
@@ -178,7 +142,7 @@ def _heads_to_tokens(
     W = group.world_size
     rows = tuple([x.shape[2] // W] * W if sizes is None else sizes)
     given = _heads(heads, kv_heads, of_keys, W)
-    return ulysses.to_tokens(x, group, given, rows, kv_heads if of_keys else heads)
+    return swaps.to_tokens(x, group, given, rows, kv_heads if of_keys else heads)
 
 
 def _heads_to_tokens_fake(

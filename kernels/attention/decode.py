@@ -22,6 +22,7 @@ with their own heads alone, and go on with the results of those.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +30,9 @@ import torch
 
 from weft import settings
 from weft.collectives import Group, all_gather, resolve
+from weft.collectives.device.launches import layouts_of
 from weft.collectives.memory.exchange import note_call
+from weft.collectives.profiled import profiled
 from weft.collectives.ranks.group import GroupLike, alone, group_name, is_call_traced
 from weft.collectives.ranks.reports import check_all
 from weft.kernels.attention.cache import Cache, Shard, check_room, checked_cache
@@ -120,11 +123,7 @@ def flash_decode(
     if by_head:
         q = q.chunk(group.world_size, 1)[group.rank]
     if engine == "triton":
-        from weft.kernels.flash import decode_kernel as kernel
-
-        ws = kernel.workspace_for(q, cache, alone() if by_head else group)
-        with ws.call("flash_decode"):
-            out, lse = kernel.launch_flash_decode(q, cache, lengths, scale, ws, window=window)
+        out, lse = _by_kernel(q, cache, lengths, scale, alone() if by_head else group, window)
     else:
         out, lse = attend_locally(q, cache, lengths, scale, window)
         if not by_head and group.world_size > 1:
@@ -135,6 +134,30 @@ def flash_decode(
         out, lse = packed[..., :-1].contiguous(), packed[..., -1].contiguous()
     out = out.to(q.dtype).contiguous()
     return (out, lse.contiguous()) if return_lse else out
+
+
+@profiled("flash_decode")
+def _by_kernel(
+    q: torch.Tensor,
+    cache: Cache,
+    lengths: torch.Tensor,
+    scale: float,
+    group: Group,
+    window: int | None,
+) -> Sequence[torch.Tensor]:
+    """out (B, H, T, D) and lse (B, H, T)."""
+    from weft.kernels.flash import decode_kernel as kernel
+
+    ws = kernel.workspace_for(q, cache, group)
+
+    def launched() -> tuple[torch.Tensor, ...]:
+        return kernel.launch_flash_decode(q, cache, lengths, scale, ws, window=window)
+
+    operands = q, cache.k, cache.v, cache.table, lengths
+    of = cache.block, cache.rank, cache.world_size
+    with ws.call("flash_decode"):
+        key = "flash_decode", scale, window, of, layouts_of(operands)
+        return ws.repeat(key, operands, launched)
 
 
 def _problem(

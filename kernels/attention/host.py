@@ -23,7 +23,8 @@ from weft.collectives import Exchange, exchange
 from weft.kernels.flash.geometry import Geometry, Rectangle, Visibility, rectangles_between
 
 if TYPE_CHECKING:
-    from weft.kernels.attention.ring import AttentionPlan, Gradients, Saved
+    from weft.kernels.attention.plan import AttentionPlan
+    from weft.kernels.attention.ring import Gradients, Saved
 
 
 class Total:

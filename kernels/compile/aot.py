@@ -133,7 +133,7 @@ def _width(load: str) -> int:
 
 
 @dataclass(frozen=True)
-class Report:
+class KernelReport:
     """What one kernel needs on one chip.
 
     Attributes:
@@ -216,7 +216,7 @@ def _found(pattern: str, text: str) -> int:
     return int(found.group(1)) if found else 0
 
 
-def compile_launch(case: str, launch: Launch, chip: Chip, dtype: torch.dtype) -> Report:
+def compile_launch(case: str, launch: Launch, chip: Chip, dtype: torch.dtype) -> KernelReport:
     """Compile one caught launch for `chip`."""
     compiled = triton.compile(source(launch), target=_TARGETS[chip.name], options=launch.options)
     if "cubin" in compiled.asm:
@@ -233,7 +233,7 @@ def compile_launch(case: str, launch: Launch, chip: Chip, dtype: torch.dtype) ->
     kinds = [[n for n in names if re.search(rf"\b{n}", text)] for names in (_MATRIX, _PLAIN)]
     shared, num_warps = compiled.metadata.shared, compiled.metadata.num_warps
     programs, part = occupancy(chip.name, registers, shared, num_warps, tensor_columns)
-    return Report(
+    return KernelReport(
         case=case,
         kernel=launch.kernel.__name__,
         arch=chip.name,
@@ -291,7 +291,7 @@ def _launches(arch: str, dtype: torch.dtype, wide: bool) -> list[tuple[str, Laun
     return list(found.values())
 
 
-def _compile_number(number: int, arch: str, dtype: torch.dtype, wide: bool) -> Report:
+def _compile_number(number: int, arch: str, dtype: torch.dtype, wide: bool) -> KernelReport:
     case, launch = _launches(arch, dtype, wide)[number]
     return compile_launch(case, launch, known(arch), dtype)
 
@@ -303,7 +303,7 @@ def compile_all(
     *,
     wide: bool = False,
     jobs: int = 1,
-) -> Iterator[Report]:
+) -> Iterator[KernelReport]:
     """Compile the kernels for `archs`, in `jobs` processes.
 
     Args:
@@ -339,7 +339,7 @@ HEAD = (
 )
 
 
-def line(r: Report) -> str:
+def line(r: KernelReport) -> str:
     """A report as text, under HEAD."""
     spilled = f"{r.spills}*" if r.spills and not r.unknown_spills else str(r.spills)
     return (
@@ -404,6 +404,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = [sys.executable, "-m", "weft.kernels.compile.aot", *told]
         return subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "0"}).returncode
     dtypes = [getattr(torch, name) for name in options.dtype]
+    cases = {
+        c for arch in archs for dtype in dtypes for c, _ in _launches(arch, dtype, options.wide)
+    }
+    if not cases:
+        parser.error(f"{', '.join(archs)}: no kernels of {', '.join(options.dtype)}")
+    if absent := [case for case in options.case if case not in cases]:
+        parser.error(f"no case {absent[0]!r}: there are {'; '.join(sorted(cases))}")
     reports = []
     if not options.json:
         print(HEAD)
@@ -412,8 +419,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         reports.append(report)
         if not options.json:
             print(line(report), flush=True)  # each takes seconds
-    if not reports:
-        parser.error(f"there is no case named {' or '.join(options.case)}; without --case: all")
     if options.json:
         print(json.dumps([asdict(r) | {"unknown_spills": r.unknown_spills} for r in reports]))
     elif any(r.spills for r in reports):

@@ -23,9 +23,9 @@ from weft.kernels.attention.cache import Cache
 from weft.kernels.attention.decode import WIDEST_BYTES
 from weft.kernels.attention.ring import Saved
 from weft.kernels.device import gathers
-from weft.kernels.device.epilogues import Activation
 from weft.kernels.engine import chips
 from weft.kernels.engine.chips import Chip
+from weft.kernels.engine.epilogues import Activation
 from weft.kernels.engine.fp8 import Scaling
 from weft.kernels.flash import decode_kernel, ring_grad_kernel, ring_kernel
 from weft.kernels.flash.geometry import (
@@ -106,6 +106,7 @@ def _workspace() -> Any:
         half_bytes=1 << 36,
         timeout_ns=600 * 10**9,
         buffer=SimpleNamespace(multicast_ptr=1 << 40),
+        repeat=lambda key, operands, make: make(),
     )
 
 

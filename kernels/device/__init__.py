@@ -4,6 +4,5 @@ May import `weft.collectives` and `kernels.engine`. Read `tiles` (the order of t
 product), `operands` (pointers or descriptors), `gathers` (rows that arrive while others are
 multiplied; by `copies`) and `gathered_rows` (where a tile finds them), `partial_sums` (how tiles
 travel to their owners), `summed_tiles` (what the kernels that add up such tiles share), `splits`
-(few tiles on many programs), `turns`, `outputs` (from sums to what is stored) and `epilogues`,
-their torch side.
+(few tiles on many programs), `turns`, `outputs` (from sums to what is stored).
 """

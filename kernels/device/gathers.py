@@ -41,6 +41,7 @@ import triton.language as tl
 
 from weft.collectives.device import signals
 from weft.collectives.device.device_math import cdiv, element
+from weft.collectives.device.launches import launching
 from weft.collectives.memory.workspace import Workspace, check_room, link_of
 from weft.collectives.ranks.pad import MAX_PROGRAMS
 from weft.kernels.device import splits
@@ -283,7 +284,7 @@ def publish(
     """
     check_shard(ws, x.shape[0], pitch, x.dtype)
     blocks = -(-max(x.shape[0], 1) // copy_m)
-    _publish_kernel[(min(programs, blocks),)](
+    launching(_publish_kernel, min(programs, blocks))(
         matrix(x),
         x_scales,
         link_of(ws),

@@ -1,6 +1,6 @@
 """From the fp32 sums of a tile to what is stored: scales, bias, activation, each applied once.
 
-The torch side of the activations is `weft.kernels.device.epilogues`.
+The torch side of the activations is `weft.kernels.engine.epilogues`.
 """
 
 from __future__ import annotations

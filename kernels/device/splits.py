@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from weft.collectives.device import signals
+from weft.collectives.device.launches import temporary
 from weft.kernels.device import tiles
 from weft.kernels.engine.chips import Chip, Tiling
 
@@ -35,7 +36,7 @@ def scratch_for(count: int, split: int, like: torch.Tensor, tiling: Tiling) -> t
     if split == 1:
         return None
     size = count * split * tiling.block_m * tiling.block_n
-    return torch.empty(size, dtype=torch.float32, device=like.device)
+    return temporary(torch.empty(size, dtype=torch.float32, device=like.device))
 
 
 @triton.jit

@@ -44,7 +44,7 @@ class SumConfig:
 
 
 @dataclass(frozen=True)
-class Variant:
+class SumVariant:
     """What is compiled into a kernel. `row_words`: of a tile's row while it travels."""
 
     world_size: int
@@ -219,7 +219,7 @@ class Products:
         *,
         split: int = 1,
         row_starts: Sequence[int] = (),
-    ) -> tuple[tuple[Any, ...], Variant]:
+    ) -> tuple[tuple[Any, ...], SumVariant]:
         """Terms, three pairs of descriptors and Finish, in this order; and the variant."""
         xs, weights, scaling, tiling = self.xs, self.weights, self.scaling, config.tiling
         operands = described(xs, weights, tiling, config.descriptors, row_starts)
@@ -231,7 +231,7 @@ class Products:
             scales_of(scaling.columns[0] if scaling else None),
         )
         finish = Finish(self.scale, contiguous(self.bias), contiguous(self.residual))
-        variant = Variant(
+        variant = SumVariant(
             ws.world_size,
             tiling,
             terms=len(xs),

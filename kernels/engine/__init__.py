@@ -2,5 +2,6 @@
 
 May import `weft.collectives`. Read `engines` (which of triton, host and generic runs a call),
 `chips`, `tuning` and `kernel_rates` (launches and rates from tables), `local_matmul`, `shards`
-(what the host engines do alike), `replicated`, `fp8`, `autocast`.
+(what the host engines do alike), `epilogues` (activations, on torch's side), `replicated`, `fp8`,
+`autocast`.
 """

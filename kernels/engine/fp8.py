@@ -32,6 +32,11 @@ class Scaling:
     columns: list[torch.Tensor]
     out_dtype: torch.dtype
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All scales."""
+        return [self.rows, *self.columns]
+
 
 def magnitudes(x: torch.Tensor) -> torch.Tensor:
     """The largest magnitude in each row of x (.., K): (.., 1)."""

@@ -8,7 +8,7 @@ The gain is measured once and kept: with AVX2 it is 1.1, not worth oneDNN's larg
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -213,6 +213,11 @@ class WeightGrad:
             return torch.zeros_like(self._like)
         dw = self._sum.to(self._like.dtype)
         return dw.t() if self._transposed else dw
+
+
+def needs_gradient(operands: Iterable[torch.Tensor | None]) -> bool:
+    """Whether autograd is to record what is made of the operands."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
 
 
 def check_operands(

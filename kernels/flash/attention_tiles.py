@@ -45,6 +45,18 @@ class Sight(NamedTuple):
     limit: Any
 
 
+class Interval(NamedTuple):
+    """Tokens `begin` .. `end` - 1 of a span, of which a tile sees some.
+
+    All of the tile sees all of `full` .. `full_end` - 1, which lie in whole blocks from `begin` on.
+    """
+
+    begin: Any
+    full: Any
+    full_end: Any
+    end: Any
+
+
 def heads_of(x: torch.Tensor) -> Heads:
     """A (B, H, rows, D) tensor as a kernel takes it."""
     x = x.resolve_neg()
@@ -139,20 +151,24 @@ def seen_pairs_transposed(
 
 
 @triton.jit
-def interval(lowest, highest, start, stop, BLOCK: tl.constexpr):
-    """Split tokens start .. stop - 1 for a tile whose end rows see `lowest` and `highest`.
+def bounds(tile, sees):
+    """What the first and the last token of a tile see (see `visible`)."""
+    return visible(tile.position, sees), visible(tile.position + tile.length - 1, sees)
 
-    Returns (begin, full, full_end, end): no row sees anything but begin .. end - 1, and every
-    row sees all of full .. full_end - 1, which lies in whole blocks from begin on.
+
+@triton.jit
+def interval(ends, start, stop, BLOCK: tl.constexpr):
+    """What a tile with the `bounds` `ends` sees of tokens start .. stop - 1: an Interval.
 
     Example: rows 8 .. 15 that see what is before them and themselves, so (0, 9) and (0, 16), tokens
     4 .. 31, BLOCK=2: (4, 4, 8, 16).
     """
+    lowest, highest = ends
     begin, end = tl.maximum(lowest[0], start), tl.minimum(highest[1], stop)
     common, until = tl.maximum(highest[0], begin), tl.minimum(lowest[1], end)
     full = begin + cdiv(common - begin, BLOCK) * BLOCK
     full_end = full + tl.maximum(until - full, 0) // BLOCK * BLOCK
-    return begin, full, full_end, end
+    return Interval(begin, full, full_end, end)
 
 
 @triton.jit

@@ -37,6 +37,7 @@ import triton.language as tl
 from weft.collectives import Group, Workspace, workspace
 from weft.collectives.device import signals
 from weft.collectives.device.device_math import mask_if
+from weft.collectives.device.launches import launching, temporary
 from weft.collectives.memory.workspace import link_of
 from weft.collectives.profiled import profiled
 from weft.kernels.device import tiles
@@ -217,7 +218,7 @@ def launch_append(k: torch.Tensor, v: torch.Tensor, cache: Cache, lengths: torch
         return
     block_d = triton.next_power_of_2(D)
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
-    _append_kernel[(B * T,)](
+    launching(_append_kernel, B * T)(
         held_by(cache),
         heads_of(k),
         heads_of(v),
@@ -238,7 +239,6 @@ def workspace_for(q: torch.Tensor, cache: Cache, group: Group) -> Workspace:
     return workspace(group, nbytes, channel="decode kernel", device=q.device)
 
 
-@profiled("flash_decode")
 def launch_flash_decode(
     q: torch.Tensor,
     cache: Cache,
@@ -268,8 +268,8 @@ def launch_flash_decode(
     scratch = None
     if config.split > 1:
         size = items * config.split * rows * (block_d + 2)
-        scratch = torch.empty(size, dtype=torch.float32, device=q.device)
-    _flash_decode_kernel[(config.programs,)](
+        scratch = temporary(torch.empty(size, dtype=torch.float32, device=q.device))
+    launching(_flash_decode_kernel, config.programs)(
         out,
         lse,
         heads_of(q if q.stride(3) == 1 else q.contiguous()),

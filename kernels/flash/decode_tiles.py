@@ -92,7 +92,7 @@ class Cut:
 
 
 @lru_cache(maxsize=1024)
-def tile_of(rows: int, D: int, dtype: torch.dtype) -> tuple[int, int, int]:
+def tile_shape(rows: int, D: int, dtype: torch.dtype) -> tuple[int, int, int]:
     """For `rows` rows, D wide, that read the same keys: rows and columns of a tile, and tiles.
 
     Example:
@@ -128,9 +128,9 @@ def held_by(cache: Cache) -> Held:
 
 
 def cut_queries(q: torch.Tensor, cache: Cache) -> tuple[int, int, int, int]:
-    """What `tile_of` returns for q (B, H, T, D), and the number of items."""
+    """What `tile_shape` returns for q (B, H, T, D), and the number of items."""
     (B, H, T, D), H_kv = q.shape, cache.k.shape[1]
-    rows, block_d, row_tiles = tile_of(H // H_kv * T, D, q.dtype)
+    rows, block_d, row_tiles = tile_shape(H // H_kv * T, D, q.dtype)
     return rows, block_d, row_tiles, B * H_kv * row_tiles
 
 

@@ -8,8 +8,9 @@ With p = exp(scores - lse), the final probabilities:
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
@@ -17,13 +18,19 @@ from weft.collectives.device import signals
 from weft.kernels.device import tiles
 from weft.kernels.flash.attention_tiles import (
     LOG2_E,
+    contiguous_rows,
     head_ptr,
+    heads_of,
     load_rows,
     row_sum,
     seen_pairs,
     seen_pairs_transposed,
 )
-from weft.kernels.flash.ring_keys import over_keys
+from weft.kernels.flash.ring_keys import head_keys, over_keys
+from weft.kernels.flash.ring_tables import rows_of
+
+if TYPE_CHECKING:
+    from weft.kernels.attention.ring import Saved
 
 _INTERPRETED = signals.Constant(signals.INTERPRETED)
 
@@ -59,6 +66,25 @@ class QueryTile(NamedTuple):
     delta: Any
 
 
+class KeyTile(NamedTuple):
+    """Rows of one head: `k` and `v` (BLOCK_N, block_d), and the position of the first."""
+
+    k: Any
+    v: Any
+    position: Any
+
+
+def given_to_gradients(
+    saved: Saved, delta: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, Queries]:
+    """What both kernels take first: new dq, dk and dv; out and the gradient of lse; Queries."""
+    q, k, v, out, lse, grad_out, grad_lse = saved
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    rows, grad_rows = heads_of(contiguous_rows(q)), heads_of(contiguous_rows(grad_out))
+    queries = Queries(rows, grad_rows, lse, delta, q.shape[1], q.shape[2])
+    return dq, dk, dv, out, None if grad_lse is None else grad_lse.contiguous(), queries
+
+
 @triton.jit
 def in_base_2(lse):
     """log-sum-exps times log2(e), or 0 for queries that see nothing, whose scores are masked."""
@@ -82,33 +108,40 @@ def head_queries(queries, batch, head, shift):
 
 
 @triton.jit
+def load_keys(ring, owner, batch, kv_head, tile, SHAPE: tl.constexpr):
+    """The KeyTile of a tile of `owner`; batch and kv_head are int64."""
+    BLOCK_N: tl.constexpr = SHAPE.config.dkv_n
+    D: tl.constexpr = SHAPE.head_dim
+    keys, stop = head_keys(ring, owner, batch, kv_head, 0, SHAPE), tile.row + tile.length
+    k = load_rows(keys.k, tile.row, stop, keys.stride, BLOCK_N, D, SHAPE.block_d)
+    v = load_rows(keys.v, tile.row, stop, keys.stride, BLOCK_N, D, SHAPE.block_d)
+    return KeyTile(k, v, tile.position)
+
+
+@triton.jit
 def add_to_dkv(
     dk,  # (BLOCK_N, block_d) fp32
     dv,
-    k,  # (BLOCK_N, block_d)
-    v,
-    position,  # of row 0 of k
+    keys,  # KeyTile
     queries,  # HeadQueries, row 0 at position 0
-    begin,
-    full,
-    full_end,
-    end,
-    sees,
-    qk_scale,
+    within,  # Interval of queries that see some of the keys
+    ring,
     SHAPE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
 ):
-    """Add what queries begin .. end - 1 contribute; queries full .. full_end - 1 see all keys.
+    """Add what queries contribute to the gradients of a tile of keys.
 
     One loop with a branch: three loops, each with its addresses in registers, would spill. Where a
     tile has as many keys as wgmma needs rows, but fewer queries, scores are made keys by queries,
     the way dk and dv use them; elsewhere that spills.
     """
+    k, v, position = keys
+    BLOCK_M: tl.constexpr = SHAPE.config.dkv_m
     BLOCK_N: tl.constexpr = k.shape[0]
     D: tl.constexpr = SHAPE.head_dim
     BLOCK_D: tl.constexpr = SHAPE.block_d
+    qk_scale, end = ring.scale * LOG2_E, within.end
     KEYS_FIRST: tl.constexpr = k.dtype != tl.float32 and (BLOCK_N >= 64 or _INTERPRETED)
-    for start in range(begin, end, BLOCK_M):
+    for start in range(within.begin, end, BLOCK_M):
         rows = start + tl.arange(0, BLOCK_M)
         q = load_rows(queries.q, start, end, queries.stride_q, BLOCK_M, D, BLOCK_D)
         lse = in_base_2(tl.load(queries.lse + rows, mask=rows < end, other=0.0))
@@ -124,14 +157,13 @@ def add_to_dkv(
             ds = tiles.dot(v, dout.T, tiles.zeros(BLOCK_N, BLOCK_M)) - delta[None, :]
         else:
             ds = tiles.dot(dout, v.T, tiles.zeros(BLOCK_M, BLOCK_N)) - delta[:, None]
-        if (start < full) | (start >= full_end):
+        if (start < within.full) | (start >= within.full_end):
+            stop = position + BLOCK_N
             if KEYS_FIRST:
-                seen = seen_pairs_transposed(
-                    start, position, position + BLOCK_N, sees, BLOCK_M, BLOCK_N
-                )
+                seen = seen_pairs_transposed(start, position, stop, ring.sees, BLOCK_M, BLOCK_N)
                 seen &= (rows < end)[None, :]
             else:
-                seen = seen_pairs(start, position, position + BLOCK_N, sees, BLOCK_M, BLOCK_N)
+                seen = seen_pairs(start, position, stop, ring.sees, BLOCK_M, BLOCK_N)
                 seen &= (rows < end)[:, None]
             # Keys of the tile that nobody here sees were not fetched: they may be anything, even
             # NaN, and must not be used.
@@ -143,6 +175,16 @@ def add_to_dkv(
             dv = tiles.dot(tiles.rounded(p, dout.dtype).T, dout, dv)
             dk = tiles.dot(tiles.rounded(p * ds, q.dtype).T, q, dk)
     return dk, dv
+
+
+@triton.jit
+def spoil_gradients(dq_ptr, dk_ptr, dv_ptr, queries, B, ring, SHAPE: tl.constexpr):
+    """Spoil what a launch that timed out returns: see `signals.spoil`."""
+    size = tl.cast(B, tl.int64) * SHAPE.head_dim
+    signals.spoil(dq_ptr, size * queries.H * queries.n)
+    of_keys = size * ring.keys.H_KV * rows_of(ring.table, ring.rank, SHAPE)
+    signals.spoil(dk_ptr, of_keys)
+    signals.spoil(dv_ptr, of_keys)
 
 
 @triton.jit
@@ -178,10 +220,7 @@ def _add_to_dq(
     tile,  # QueryTile
     position,
     keys,
-    begin,
-    full,
-    full_end,
-    end,
+    within,
     ring,
     SHAPE: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -190,13 +229,13 @@ def _add_to_dq(
     BLOCK_M: tl.constexpr = tile.q.shape[0]
     D: tl.constexpr = SHAPE.head_dim
     BLOCK_D: tl.constexpr = SHAPE.block_d
-    for start in range(begin, end, BLOCK_N):
-        k = load_rows(keys.k, start, end, keys.stride, BLOCK_N, D, BLOCK_D)
-        v = load_rows(keys.v, start, end, keys.stride, BLOCK_N, D, BLOCK_D)
+    for start in range(within.begin, within.end, BLOCK_N):
+        k = load_rows(keys.k, start, within.end, keys.stride, BLOCK_N, D, BLOCK_D)
+        v = load_rows(keys.v, start, within.end, keys.stride, BLOCK_N, D, BLOCK_D)
         scores = tiles.dot(tile.q, k.T, tiles.zeros(BLOCK_M, BLOCK_N)) * (ring.scale * LOG2_E)
         p = tl.exp2(scores - tile.lse[:, None])
-        if (start < full) | (start >= full_end):
-            seen = seen_pairs(position, start, end, ring.sees, BLOCK_M, BLOCK_N)
+        if (start < within.full) | (start >= within.full_end):
+            seen = seen_pairs(position, start, within.end, ring.sees, BLOCK_M, BLOCK_N)
             p = tl.where(seen, p, 0.0)
         ds = p * (tiles.dot(tile.dout, v.T, tiles.zeros(BLOCK_M, BLOCK_N)) - tile.delta[:, None])
         dq = tiles.dot(tiles.rounded(ds, k.dtype), k, dq)
@@ -207,11 +246,8 @@ def _add_to_dq(
 def sum_dq(
     arrivals,
     queries,  # HeadQueries
-    position,  # of the tile's first query
-    row,  # where that is, of `length`
-    length,
-    batch,
-    kv_head,
+    tile,  # TokenTile
+    head,  # Head
     ring,
     SHAPE: tl.constexpr,
 ):
@@ -219,14 +255,14 @@ def sum_dq(
     D: tl.constexpr = SHAPE.head_dim
     BLOCK_D: tl.constexpr = SHAPE.block_d
     BLOCK_M: tl.constexpr = SHAPE.config.dq_m
-    rows, stop = row + tl.arange(0, BLOCK_M), row + length
+    row, stop = tile.row, tile.row + tile.length
+    rows = row + tl.arange(0, BLOCK_M)
     q = load_rows(queries.q, row, stop, queries.stride_q, BLOCK_M, D, BLOCK_D)
     dout = load_rows(queries.dout, row, stop, queries.stride_dout, BLOCK_M, D, BLOCK_D)
     lse = in_base_2(tl.load(queries.lse + rows, mask=rows < stop, other=0.0))
     delta = tl.load(queries.delta + rows, mask=rows < stop, other=0.0)
-    tile = QueryTile(q, dout, lse, delta)
+    held, dq = QueryTile(q, dout, lse, delta), tiles.zeros(BLOCK_M, BLOCK_D)
     arrivals, dq = over_keys(
-        arrivals, tiles.zeros(BLOCK_M, BLOCK_D), _add_to_dq, tile, position, length, batch, kv_head,
-        ring, SHAPE, SHAPE.config.dq_n,
-    )  # fmt: skip
+        arrivals, dq, _add_to_dq, held, tile, head, ring, SHAPE, SHAPE.config.dq_n
+    )
     return arrivals, dq * ring.scale

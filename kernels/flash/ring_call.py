@@ -1,12 +1,13 @@
 """One call of attention over sharded sequences, as its kernels know it: launch and geometry.
 
-Forward and backward, by ring and by heads, are launched with `RingOptions`, are compiled for a
-`Shape` and take `Keys`, tables of who holds which tokens, and what sees what (`Sight`). Legend as
-in `ring_keys`.
+Forward and backward, by ring and by heads, are launched by `launch` with `RingOptions`, are
+compiled for a `Shape` and take `Keys` and `Tables`: who holds which tokens, and what sees what.
+Legend as in `ring_keys`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,12 +15,13 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.collectives.memory.symmetric import persistent
-from weft.collectives.ranks.chunks import offsets
-from weft.kernels.device import tiles
+from weft.collectives import Workspace
+from weft.collectives.device import signals
+from weft.collectives.device.launches import launching, temporary
+from weft.collectives.memory.workspace import link_of
 from weft.kernels.engine.chips import INTERPRETER, Chip, LaunchOptions
-from weft.kernels.flash.attention_tiles import Sight
-from weft.kernels.flash.geometry import Geometry, Span, needed_rows
+from weft.kernels.flash.geometry import Geometry
+from weft.kernels.flash.ring_tables import tables
 
 
 @dataclass(frozen=True)
@@ -81,17 +83,26 @@ class Keys(NamedTuple):
 class Ring(NamedTuple):
     """One call as its kernel knows it.
 
-    Fields: the way to the peers, the words of `tables`, this rank, the number of the call, the keys
-    (Keys), what queries see of them (Sight) and the scale of the scores.
+    Fields: the way to the peers, this rank, the number of the call, the keys (Keys), `Tables`, one
+    by one, and the scale of the scores.
     """
 
     link: Any
-    table: Any
     rank: Any
     generation: Any
     keys: Any
+    table: Any
     sees: Any
+    seen_by: Any
     scale: Any
+
+
+class Head(NamedTuple):
+    """A head of queries of one batch, and the head of keys that it uses; int64."""
+
+    batch: Any
+    q: Any
+    kv: Any
 
 
 def pitch_of(D: int, dtype: torch.dtype) -> int:
@@ -105,7 +116,7 @@ def shard_bytes(heads: int, rows: int, D: int, dtype: torch.dtype) -> int:
     return 2 * heads * rows * pitch_of(D, dtype) * dtype.itemsize
 
 
-def copy_programs(
+def _copy_programs(
     chip: Chip, heads: int, kv_heads: int, rows: int, dtype: torch.dtype, W: int
 ) -> int:
     """How many programs copy: just enough to fetch a shard while the others attend to one.
@@ -119,82 +130,17 @@ def copy_programs(
     return max(2, min(chip.cores // 8, wanted))
 
 
-_Tables = tuple[torch.Tensor, Sight, Sight]
-
-
-# Tables are kept for later calls, the oldest dropped beyond 128 MiB: those of documents take 8
-# bytes a token, and every packed batch is another geometry.
-_kept: dict[tuple[Geometry, int, torch.device, bool], _Tables] = {}
-
-
-_MOST_BYTES = 128 << 20
-
-
-def tables(
-    geometry: Geometry, rank: int, device: torch.device, all_queries: bool = False
-) -> _Tables:
-    """What the kernels of `rank` need to know of a geometry, in tensors on their device.
-
-    Args:
-        rank: the values are the same on every rank, but virtual ranks must not share tensors.
-        all_queries: whether every rank attends for the queries of all, not only for its own.
-
-    Returns:
-        int32 words: start, row and length of the spans of every rank's queries, then of its keys;
-        the first row of every rank's keys, and of its queries, where those of all ranks lie one
-        after another; for every (rank, source, span of source) the first row that is needed and the
-        one after the last. Then what queries see of keys, and which queries see a key; if documents
-        are packed, with the start and stop of every token's document.
-    """
-    key = geometry, rank, device, all_queries
-    found = _kept.get(key)
-    if found is None:
-        found = _tables(*key)
-        room = _MOST_BYTES - _nbytes(found)
-        for other, old in reversed(list(_kept.items())):
-            room -= _nbytes(old)
-            if room < 0:
-                _kept.pop(other, None)
-        _kept[key] = found
-    return found
-
-
-def _nbytes(found: _Tables) -> int:
-    table, sees, _ = found
-    on_the_host = 1 << 16  # less, but it also bounds how many there are
-    return on_the_host + table.nbytes + (0 if sees.documents is None else sees.documents.nbytes)
-
-
-def _tables(geometry: Geometry, rank: int, device: torch.device, all_queries: bool) -> _Tables:
-    W = len(geometry.q_sizes)
-
-    def words(spans: tuple[tuple[Span, ...], ...]) -> list[int]:
-        return [
-            word for held in spans for span in held for word in (span.start, span.row, span.length)
-        ]
-
-    needed = [
-        word
-        for user in range(W)
-        for source in range(W)
-        for interval in needed_rows(geometry, range(W) if all_queries else (user,), source)
-        for word in interval
-    ]
-    bases = [n for sizes in (geometry.k_sizes, geometry.q_sizes) for n in offsets(sizes)]
-    table = torch.tensor(
-        words(geometry.q_spans) + words(geometry.k_spans) + bases + needed,
-        dtype=torch.int32,
-        device="cpu",
-    )
-    sees, documents = geometry.sees, None
-    if sees.documents is not None:
-        starts = torch.tensor(sees.documents, device="cpu")
-        lengths = starts.diff()
-        bounds = [each.repeat_interleave(lengths) for each in (starts[:-1], starts[1:])]
-        documents = persistent(torch.stack(bounds, -1).int(), device)
-    of_queries = Sight(documents, sees.before, sees.after, sees.keys)
-    of_keys = Sight(documents, sees.after, sees.before, sum(geometry.q_sizes))
-    return persistent(table, device), of_queries, of_keys
+def ring_options(
+    heads: int, kv_heads: int, rows: int, dtype: torch.dtype, world_size: int, chip: Chip
+) -> dict[str, Any]:
+    """The RingOptions of shards of at most `rows` queries, by name; heads count over batches."""
+    copies = _copy_programs(chip, heads, kv_heads, rows, dtype, world_size)
+    options: dict[str, Any] = {"programs": chip.programs, "copy_programs": copies}
+    if chip is INTERPRETER:
+        return options | {"group_heads": 2, "copy_m": 16}
+    group_heads = max(1, heads // max(kv_heads, 1))
+    registers = not chip.is_amd
+    return options | {"group_heads": group_heads, "copy_m": 32, "all_registers": registers}
 
 
 def shape_for(k: torch.Tensor, geometry: Geometry, config: RingOptions) -> Shape:
@@ -218,78 +164,61 @@ def keys_of(
     B, H_kv, _, D = k.shape
     heads = range(H_kv) if heads is None else heads
     remote = geometry.sees.keys if len(geometry.k_sizes) > 1 else 0
-    gathered = k.new_empty(2 * B * len(heads) * remote * pitch_of(D, k.dtype))
+    gathered = temporary(k.new_empty(2 * B * len(heads) * remote * pitch_of(D, k.dtype)))
     return Keys(k, v, k.stride()[:3], gathered, H_kv, B * H_kv, heads.start, len(heads))
 
 
-@triton.jit
-def span_of(spans_ptr, rank, span, SPANS: tl.constexpr):
-    """Start in the sequence, first row and length of a span of `rank`, of its queries or keys."""
-    words = spans_ptr + (rank * SPANS + span) * 3
-    return tl.load(words), tl.load(words + 1), tl.load(words + 2)
+def launch(
+    kernel: Any,
+    config: RingOptions,
+    given: Sequence[Any],
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ws: Workspace,
+    geometry: Geometry,
+    scale: float,
+    heads: range | None = None,
+) -> None:
+    """Enqueue a kernel: what is `given` to it alone, then what all of them take.
+
+    Args:
+        k, v: (B, H_kv, m, D), see `attention_tiles.contiguous_rows`.
+        heads: of keys, which are fetched to attend for the queries of all ranks; None: all heads,
+            for the own queries.
+    """
+    launching(kernel, config.programs)(
+        *given,
+        keys_of(k, v, geometry, heads),
+        tables(geometry, ws.rank, k.device, heads is not None),
+        link_of(ws),
+        k.shape[0],
+        scale,
+        ws.rank,
+        SHAPE=shape_for(k, geometry, config),
+        **config.options,
+    )
 
 
 @triton.jit
-def key_spans(table_ptr, SHAPE: tl.constexpr):
-    """The words of the keys' spans, which follow those of the queries."""
-    return table_ptr + SHAPE.world_size * SHAPE.spans * 3
+def begin_ring(keys, tables, link, scale, rank):
+    """What a kernel starts with: the call as it knows it."""
+    generation = signals.begin_call(link.signal_ptrs, rank)
+    return Ring(link, rank, generation, keys, tables.words, tables.sees, tables.seen_by, scale)
 
 
 @triton.jit
-def count_tiles(spans_ptr, rank, SPANS: tl.constexpr, BLOCK: tl.constexpr):
-    """Tiles of BLOCK rows that `rank` holds. No tile straddles two spans."""
-    count = 0
-    for span in tl.static_range(SPANS):
-        count += tiles.cdiv(span_of(spans_ptr, rank, span, SPANS)[2], BLOCK)
-    return count
+def area_ptr(ring, owner, offset, dtype: tl.constexpr):
+    """Where the half of `owner` has what begins `offset` bytes into it."""
+    link = ring.link
+    half = signals.half_ptr(link.buffer_ptrs, owner, ring.generation, link.half_bytes, dtype)
+    return half + offset // (dtype.primitive_bitwidth // 8)
 
 
 @triton.jit
-def tile_of(spans_ptr, rank, tile, SPANS: tl.constexpr, BLOCK: tl.constexpr):
-    """Position and row of the first token, and number of tokens, of a tile of `rank`."""
-    start, row, length = span_of(spans_ptr, rank, 0, SPANS)
-    if SPANS == 2:
-        first_tiles = tiles.cdiv(length, BLOCK)
-        if tile >= first_tiles:
-            tile -= first_tiles
-            start, row, length = span_of(spans_ptr, rank, 1, SPANS)
-    inside = tile * BLOCK
-    return start + inside, row + inside, tl.minimum(BLOCK, length - inside)
-
-
-@triton.jit
-def count_rows(spans_ptr, rank, SPANS: tl.constexpr):
-    """Rows that `rank` holds, of queries or keys."""
-    rows = 0
-    for span in tl.static_range(SPANS):
-        rows += span_of(spans_ptr, rank, span, SPANS)[2]
-    return rows
-
-
-@triton.jit
-def rows_of(table_ptr, source, SHAPE: tl.constexpr):
-    """Keys that `source` holds."""
-    return count_rows(key_spans(table_ptr, SHAPE), source, SHAPE.spans)
-
-
-@triton.jit
-def is_needed(table_ptr, rank, source, first, last, SHAPE: tl.constexpr):
-    """Whether a query of `rank` may see any of rows first .. last - 1 of `source`."""
-    SPANS: tl.constexpr = SHAPE.spans
-    words = table_ptr + SHAPE.world_size * (2 * SPANS * 3 + 2)
-    words += (rank * SHAPE.world_size + source) * SPANS * 2
-    found = False
-    for span in tl.static_range(SPANS):
-        begin, end = tl.load(words + 2 * span), tl.load(words + 2 * span + 1)
-        found |= (first < end) & (begin < last)
-    return found
-
-
-@triton.jit
-def base_of(table_ptr, source, QUERIES: tl.constexpr, SHAPE: tl.constexpr):
-    """Keys (0) or queries (1) that the ranks before `source` hold."""
-    words = table_ptr + SHAPE.world_size * (2 * SHAPE.spans * 3 + QUERIES)
-    return tl.load(words + source).to(tl.int64)
+def head_of(batch, head, H, ring):
+    """A Head, of int32 numbers."""
+    kv_head = tl.cast(head // (H // ring.keys.H_KV), tl.int64)
+    return Head(tl.cast(batch, tl.int64), tl.cast(head, tl.int64), kv_head)
 
 
 @triton.jit

@@ -31,27 +31,20 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.collectives.device import signals
 from weft.kernels.device import tiles
-from weft.kernels.flash.attention_tiles import (
-    LOG2_E,
-    interval,
-    load_rows,
-    visible,
-)
+from weft.kernels.flash.attention_tiles import bounds, interval
 from weft.kernels.flash.geometry import Geometry
-from weft.kernels.flash.grad_tiles import add_to_dkv, head_queries
-from weft.kernels.flash.ring_call import (
-    compute_program,
+from weft.kernels.flash.grad_tiles import add_to_dkv, head_queries, load_keys
+from weft.kernels.flash.ring_call import area_ptr, compute_program, shard_bytes
+from weft.kernels.flash.ring_keys import announce_results, await_results, wait_for_source
+from weft.kernels.flash.ring_tables import (
     count_tiles,
     is_needed,
     key_spans,
     rows_of,
-    shard_bytes,
+    shard_tile,
     span_of,
-    tile_of,
 )
-from weft.kernels.flash.ring_keys import announce_results, await_results, head_keys, wait_for_source
 
 
 class Slots(NamedTuple):
@@ -80,11 +73,50 @@ def slots_bytes(k: torch.Tensor, geometry: Geometry) -> int:
 
 
 @triton.jit
+def store_part(part_ptr, size, dk, dv, tile, ring, SHAPE: tl.constexpr):
+    """Store a part of dk in a slot, where its head begins, and of dv `size` elements behind it."""
+    D: tl.constexpr = SHAPE.head_dim
+    PITCH: tl.constexpr = SHAPE.fp32_pitch
+    stop = tile.row + tile.length
+    tiles.store(part_ptr, dk * ring.scale, tile.row, 0, stop, D, PITCH, 1)
+    tiles.store(part_ptr + size, dv, tile.row, 0, stop, D, PITCH, 1)
+
+
+@triton.jit
+def add_parts(dk_ptr, dv_ptr, parts_ptr, size, slots, head, tile, ring, SHAPE: tl.constexpr):
+    """dk and dv of a tile of own keys: the sum of its parts, in the order of their slots.
+
+    Args:
+        dk_ptr, dv_ptr: (B, H_KV, m, D); `head` counts to B * H_KV.
+        parts_ptr: where the head begins in the first of so many `slots`, each 2 * `size` long. The
+            part in slot s was made, as a whole, if rank s attends to some of the tile: by heads
+            every rank does if one does.
+    """
+    D: tl.constexpr = SHAPE.head_dim
+    PITCH: tl.constexpr = SHAPE.fp32_pitch
+    REDUCE_N: tl.constexpr = SHAPE.config.reduce_n
+    row, length = tile.row, tile.length
+    m = rows_of(ring.table, ring.rank, SHAPE)
+    for start in range(0, length, REDUCE_N):
+        rows, offs_d = row + start + tl.arange(0, REDUCE_N), tl.arange(0, SHAPE.block_d)
+        inside = (rows < row + length)[:, None] & (offs_d < D)[None, :]
+        offs = rows.to(tl.int64)[:, None] * PITCH + offs_d[None, :]
+        dk = tiles.zeros(REDUCE_N, SHAPE.block_d)
+        dv = tiles.zeros(REDUCE_N, SHAPE.block_d)
+        for slot in range(slots):
+            if is_needed(ring.table, slot, ring.rank, row, row + length, SHAPE):
+                dk += tl.load(parts_ptr + slot * 2 * size + offs, mask=inside, other=0.0)
+                dv += tl.load(parts_ptr + (slot * 2 + 1) * size + offs, mask=inside, other=0.0)
+        at = (tl.cast(head, tl.int64) * m + row) * D
+        tiles.store(dk_ptr + at, dk, start, 0, length, D, D, 1)
+        tiles.store(dv_ptr + at, dv, start, 0, length, D, D, 1)
+
+
+@triton.jit
 def _slot_ptr(slots, ring, owner, source, SHAPE: tl.constexpr):
     """Where slot `source` of `owner` begins."""
-    link = ring.link
-    half = signals.half_ptr(link.buffer_ptrs, owner, ring.generation, link.half_bytes, tl.float32)
-    return half + slots.offset // 4 + source * 2 * _slot_size(slots, ring, SHAPE)
+    first = area_ptr(ring, owner, slots.offset, tl.float32)
+    return first + source * 2 * _slot_size(slots, ring, SHAPE)
 
 
 @triton.jit
@@ -98,20 +130,16 @@ def make_dkv(
     arrivals,
     slots,
     queries,
-    seen_by,  # Sight of the keys
     ring,
     SHAPE: tl.constexpr,
 ):
     """The parts that the own queries contribute, sent to all owners. Returns the new `arrivals`."""
-    D: tl.constexpr = SHAPE.head_dim
     BLOCK_D: tl.constexpr = SHAPE.block_d
     SPANS: tl.constexpr = SHAPE.spans
-    PITCH: tl.constexpr = SHAPE.fp32_pitch
-    BLOCK_M: tl.constexpr = SHAPE.config.dkv_m
     BLOCK_N: tl.constexpr = SHAPE.config.dkv_n
     program, programs = compute_program(SHAPE)
     table, rank, spans_ptr = ring.table, ring.rank, key_spans(ring.table, SHAPE)
-    keys, scale = ring.keys, ring.scale
+    keys = ring.keys
     sharing = queries.H // keys.H_KV  # heads of queries that read one of keys
     for step in range(SHAPE.world_size):
         owner = (rank + step) % SHAPE.world_size
@@ -121,36 +149,25 @@ def make_dkv(
         if (arrivals >> step & 1) == 0:
             count = 0  # its keys are not seen, or did not arrive in time
         first = tiles.first_of(owner * slots.stagger, program, programs)
-        for tile in range(first, count, programs):
-            head = tile % keys.heads
-            position, row, length = tile_of(spans_ptr, owner, tile // keys.heads, SPANS, BLOCK_N)
-            stop = row + length
-            if is_needed(table, rank, owner, row, stop, SHAPE):
+        for number in range(first, count, programs):
+            head = number % keys.heads
+            tile = shard_tile(spans_ptr, owner, number // keys.heads, SPANS, BLOCK_N)
+            if is_needed(table, rank, owner, tile.row, tile.row + tile.length, SHAPE):
                 batch = tl.cast(head // keys.H_KV, tl.int64)
                 kv_head = tl.cast(head % keys.H_KV, tl.int64)
-                kv = head_keys(ring, owner, batch, kv_head, 0, SHAPE)
-                k = load_rows(kv.k, row, stop, kv.stride, BLOCK_N, D, BLOCK_D)
-                v = load_rows(kv.v, row, stop, kv.stride, BLOCK_N, D, BLOCK_D)
-                lowest, highest = (
-                    visible(position, seen_by),
-                    visible(position + length - 1, seen_by),
-                )
+                held = load_keys(ring, owner, batch, kv_head, tile, SHAPE)
+                ends = bounds(tile, ring.seen_by)
                 dk, dv = tiles.zeros(BLOCK_N, BLOCK_D), tiles.zeros(BLOCK_N, BLOCK_D)
                 for shared in range(SPANS * sharing):
                     start, q_row, q_length = span_of(table, rank, shared % SPANS, SPANS)
-                    begin, full, full_end, end = interval(
-                        lowest, highest, start, start + q_length, BLOCK_M
-                    )
+                    within = interval(ends, start, start + q_length, SHAPE.config.dkv_m)
                     q_head = kv_head * sharing + shared // SPANS
-                    dk, dv = add_to_dkv(
-                        dk, dv, k, v, position, head_queries(queries, batch, q_head, q_row - start),
-                        begin, full, full_end, end, ring.sees, scale * LOG2_E, SHAPE, BLOCK_M,
-                    )  # fmt: skip
-                at = _slot_ptr(slots, ring, owner, rank, SHAPE)
-                at += tl.cast(head, tl.int64) * slots.rows * PITCH
-                tiles.store(at, dk * scale, row, 0, stop, D, PITCH, 1)
-                at += _slot_size(slots, ring, SHAPE)
-                tiles.store(at, dv, row, 0, stop, D, PITCH, 1)
+                    head_q = head_queries(queries, batch, q_head, q_row - start)
+                    dk, dv = add_to_dkv(dk, dv, held, head_q, within, ring, SHAPE)
+                part_ptr = _slot_ptr(slots, ring, owner, rank, SHAPE)
+                part_ptr += tl.cast(head, tl.int64) * slots.rows * SHAPE.fp32_pitch
+                size = _slot_size(slots, ring, SHAPE)
+                store_part(part_ptr, size, dk, dv, tile, ring, SHAPE)
         if step > 0:
             announce_results(arrivals, ring, owner, SHAPE)
     return arrivals
@@ -165,35 +182,19 @@ def reduce_dkv(
     SHAPE: tl.constexpr,
 ):
     """dk and dv of the rank's own keys, once the parts of all ranks have arrived."""
-    D: tl.constexpr = SHAPE.head_dim
     SPANS: tl.constexpr = SHAPE.spans
     BLOCK_N: tl.constexpr = SHAPE.config.dkv_n
-    REDUCE_N: tl.constexpr = SHAPE.config.reduce_n
     program, programs = compute_program(SHAPE)
-    table, rank, spans_ptr = ring.table, ring.rank, key_spans(ring.table, SHAPE)
+    rank, heads, spans_ptr = ring.rank, ring.keys.heads, key_spans(ring.table, SHAPE)
     # Other threads stored this rank's own tiles than will read them next.
     tl.debug_barrier()
     if await_results(ring, SHAPE):
-        m = rows_of(table, rank, SHAPE)
         size = _slot_size(slots, ring, SHAPE)
         first_slot = _slot_ptr(slots, ring, rank, 0, SHAPE)
-        count = count_tiles(spans_ptr, rank, SPANS, BLOCK_N) * ring.keys.heads
+        count = count_tiles(spans_ptr, rank, SPANS, BLOCK_N) * heads
         first = tiles.first_of(rank * slots.stagger, program, programs)
-        for tile in range(first, count, programs):
-            head = tl.cast(tile % ring.keys.heads, tl.int64)
-            _, row, length = tile_of(spans_ptr, rank, tile // ring.keys.heads, SPANS, BLOCK_N)
-            for part in range(0, length, REDUCE_N):
-                rows, offs_d = row + part + tl.arange(0, REDUCE_N), tl.arange(0, SHAPE.block_d)
-                inside = (rows < row + length)[:, None] & (offs_d < D)[None, :]
-                offs = (head * slots.rows + rows)[:, None] * SHAPE.fp32_pitch + offs_d[None, :]
-                dk = tiles.zeros(REDUCE_N, SHAPE.block_d)
-                dv = tiles.zeros(REDUCE_N, SHAPE.block_d)
-                for source in range(SHAPE.world_size):
-                    # The tile, not the part: what was stored is a whole tile or nothing.
-                    if is_needed(table, source, rank, row, row + length, SHAPE):
-                        slot = first_slot + source * 2 * size
-                        dk += tl.load(slot + offs, mask=inside, other=0.0)
-                        dv += tl.load(slot + size + offs, mask=inside, other=0.0)
-                at = (head * m + row) * D
-                tiles.store(dk_ptr + at, dk, part, 0, length, D, D, 1)
-                tiles.store(dv_ptr + at, dv, part, 0, length, D, D, 1)
+        for number in range(first, count, programs):
+            head = tl.cast(number % heads, tl.int64)
+            tile = shard_tile(spans_ptr, rank, number // heads, SPANS, BLOCK_N)
+            parts_ptr = first_slot + head * slots.rows * SHAPE.fp32_pitch
+            add_parts(dk_ptr, dv_ptr, parts_ptr, size, SHAPE.world_size, head, tile, ring, SHAPE)

@@ -26,41 +26,29 @@ import triton.language as tl
 
 from weft.collectives import Group, Workspace
 from weft.collectives.device import signals
-from weft.collectives.memory.workspace import link_of
+from weft.collectives.device.launches import temporary
 from weft.kernels.device import tiles
 from weft.kernels.engine.chips import INTERPRETER, Chip, chip_of
-from weft.kernels.flash import ring_kernel
-from weft.kernels.flash.attention_tiles import contiguous_rows, heads_of
+from weft.kernels.flash import ring_call, ring_kernel, ring_keys
+from weft.kernels.flash.attention_tiles import contiguous_rows
 from weft.kernels.flash.geometry import Geometry
-from weft.kernels.flash.grad_tiles import Queries, head_queries, make_delta, sum_dq
-from weft.kernels.flash.ring_call import (
-    Ring,
-    RingOptions,
-    compute_program,
-    copy_programs,
-    count_tiles,
-    keys_of,
-    rows_of,
-    shape_for,
-    tables,
-    tile_of,
+from weft.kernels.flash.grad_tiles import (
+    given_to_gradients,
+    head_queries,
+    make_delta,
+    spoil_gradients,
+    sum_dq,
 )
 from weft.kernels.flash.ring_dkv import make_dkv, reduce_dkv, slots_bytes, slots_of
-from weft.kernels.flash.ring_keys import (
-    announce,
-    fetch_keys,
-    no_arrivals,
-    publish_keys,
-    signal_published,
-    wait_for_source,
-)
+from weft.kernels.flash.ring_kernel import own_tile
+from weft.kernels.flash.ring_tables import count_tiles
 
 if TYPE_CHECKING:
     from weft.kernels.attention.ring import Saved
 
 
 @dataclass(frozen=True)
-class RingGradConfig(RingOptions):
+class RingGradConfig(ring_call.RingOptions):
     """How the kernel is launched.
 
     Attributes:
@@ -80,28 +68,16 @@ def ring_grad_config(
     heads: int, kv_heads: int, rows: int, D: int, dtype: torch.dtype, world_size: int, chip: Chip
 ) -> RingGradConfig:
     """The launch for shards of at most `rows` queries, `heads` = B * H."""
-    copies = copy_programs(chip, heads, kv_heads, rows, dtype, world_size)
+    options = ring_call.ring_options(heads, kv_heads, rows, dtype, world_size, chip)
     if chip is INTERPRETER:
         block = 16 if rows <= 16 else 32
-        return RingGradConfig(
-            block, block, block, block, 16,
-            group_heads=2, programs=chip.programs, copy_programs=copies, copy_m=16,
-        )  # fmt: skip
+        return RingGradConfig(block, block, block, block, 16, **options)
     dkv_m, dkv_n, dq_m, dq_n, num_warps, num_stages = _tiles(D, dtype, chip)
-    return RingGradConfig(
-        dkv_m,
-        dkv_n,
-        dq_m,
-        dq_n,
-        reduce_n=8,  # 16 rows spill, 8 bytes on sm_90
-        group_heads=max(1, heads // max(kv_heads, 1)),
-        programs=chip.programs,
-        copy_programs=copies,
-        copy_m=32 if D <= 128 or dtype.itemsize == 2 else 16,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        all_registers=not chip.is_amd,
-    )
+    if D > 128 and dtype.itemsize > 2:
+        options["copy_m"] = 16
+    options |= {"num_warps": num_warps, "num_stages": num_stages}
+    reduce_n = 8  # 16 rows spill, 8 bytes on sm_90
+    return RingGradConfig(dkv_m, dkv_n, dq_m, dq_n, reduce_n, **options)
 
 
 def _tiles(D: int, dtype: torch.dtype, chip: Chip) -> tuple[int, int, int, int, int, int]:
@@ -140,26 +116,21 @@ def _make_dq(
 ):
     """Step 3 of the protocol."""
     D: tl.constexpr = SHAPE.head_dim
-    SPANS: tl.constexpr = SHAPE.spans
     BLOCK_M: tl.constexpr = SHAPE.config.dq_m
-    program, programs = compute_program(SHAPE)
-    table, rank, H = ring.table, ring.rank, queries.H
-    tiles_m = count_tiles(table, rank, SPANS, BLOCK_M)
-    for tile in range(program, tiles_m * B * H, programs):
-        head, tile_m = tiles.grouped_tile(tile, B * H, tiles_m, SHAPE.config.group_heads)
-        position, row, length = tile_of(table, rank, tiles_m - 1 - tile_m, SPANS, BLOCK_M)
-        batch, q_head = tl.cast(head // H, tl.int64), tl.cast(head % H, tl.int64)
-        kv_head = tl.cast(head % H // (H // ring.keys.H_KV), tl.int64)
-        arrivals, dq = sum_dq(
-            arrivals, head_queries(queries, batch, q_head, 0), position, row, length, batch,
-            kv_head, ring, SHAPE,
-        )  # fmt: skip
-        dq_head = dq_ptr + tl.cast(head, tl.int64) * queries.n * D
-        tiles.store(dq_head, dq, row, 0, row + length, D, D, 1)
+    program, programs = ring_call.compute_program(SHAPE)
+    H = queries.H
+    count = count_tiles(ring.table, ring.rank, SHAPE.spans, BLOCK_M)
+    for number in range(program, count * B * H, programs):
+        place, tile, head = own_tile(number, count, B, H, ring, SHAPE, BLOCK_M)
+        head_q = head_queries(queries, head.batch, head.q, 0)
+        arrivals, dq = sum_dq(arrivals, head_q, tile, head, ring, SHAPE)
+        dq_head = dq_ptr + tl.cast(place, tl.int64) * queries.n * D
+        tiles.store(dq_head, dq, tile.row, 0, tile.row + tile.length, D, D, 1)
 
 
 @triton.jit(do_not_specialize=["rank"])
 def _ring_attention_backward_kernel(
+    slots,  # Slots
     dq_ptr,  # (B, H, n, D)
     dk_ptr,  # (B, H_kv, m, D)
     dv_ptr,
@@ -167,10 +138,7 @@ def _ring_attention_backward_kernel(
     dlse_ptr,  # (B, H, n) or None
     queries,  # Queries, of which delta is an output
     keys,  # Keys
-    sees,  # Sight of the queries
-    seen_by,  # Sight of the keys
-    slots,  # Slots
-    table_ptr,
+    tables,  # Tables
     link,
     B,
     scale,
@@ -182,26 +150,21 @@ def _ring_attention_backward_kernel(
     Example: 2 ranks with 48 keys each, one head, dkv_n=32, 3 programs of which 1 copies, stagger 2:
     programs 1 and 2 make keys 0 .. 31 and 32 .. 47 of either owner, on both ranks; then dq.
     """
-    generation = signals.begin_call(link.signal_ptrs, rank)
-    ring = Ring(link, table_ptr, rank, generation, keys, sees, scale)
+    ring = ring_call.begin_ring(keys, tables, link, scale, rank)
     if tl.program_id(0) < SHAPE.config.copy_programs:
-        publish_keys(ring, SHAPE)
-        signal_published(ring, SHAPE)
+        ring_keys.publish_keys(ring, SHAPE)
+        ring_keys.signal_published(ring, SHAPE)
         make_delta(out_ptr, dlse_ptr, queries, B, SHAPE)
-        announce(ring, rank, SHAPE)
-        fetch_keys(ring, SHAPE)
+        ring_keys.announce_source(ring, rank, SHAPE)
+        ring_keys.fetch_keys(ring, SHAPE)
     else:
         # Bit 0 stands for delta; the rank's own keys need no wait.
-        arrivals = wait_for_source(no_arrivals(SHAPE), 0, ring, SHAPE)
-        arrivals = make_dkv(arrivals, slots, queries, seen_by, ring, SHAPE)
+        arrivals = ring_keys.wait_for_source(ring_keys.no_arrivals(SHAPE), 0, ring, SHAPE)
+        arrivals = make_dkv(arrivals, slots, queries, ring, SHAPE)
         _make_dq(dq_ptr, arrivals, queries, ring, B, SHAPE)
         reduce_dkv(dk_ptr, dv_ptr, slots, ring, SHAPE)
-    if signals.end_call(link.signal_ptrs, rank, generation):
-        size = tl.cast(B, tl.int64) * SHAPE.head_dim
-        signals.spoil(dq_ptr, size * queries.H * queries.n)
-        m = rows_of(table_ptr, rank, SHAPE)
-        signals.spoil(dk_ptr, size * keys.H_KV * m)
-        signals.spoil(dv_ptr, size * keys.H_KV * m)
+    if signals.end_call(link.signal_ptrs, rank, ring.generation):
+        spoil_gradients(dq_ptr, dk_ptr, dv_ptr, queries, B, ring, SHAPE)
 
 
 def launch_ring_attention_backward(
@@ -217,39 +180,13 @@ def launch_ring_attention_backward(
     Returns:
         dq (B, H, n, D), dk and dv (B, H_kv, m, D), contiguous, dtype of q.
     """
-    q, k, v, out, lse, grad_out, grad_lse = saved
-    B, H, n, D = q.shape
+    q, k = saved.q, saved.k
+    B, H, _, D = q.shape
     config = ring_grad_config(
         B * H, B * k.shape[1], max(geometry.q_sizes), D, q.dtype, ws.world_size, chip_of(q.device)
     )
-    k, v = contiguous_rows(k, v)
-    table, sees, seen_by = tables(geometry, ws.rank, q.device)
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
-    _ring_attention_backward_kernel[(config.programs,)](
-        dq,
-        dk,
-        dv,
-        out,
-        None if grad_lse is None else grad_lse.contiguous(),
-        Queries(
-            heads_of(contiguous_rows(q)),
-            heads_of(contiguous_rows(grad_out)),
-            lse,
-            torch.empty_like(lse),
-            H,
-            n,
-        ),
-        keys_of(k, v, geometry),
-        sees,
-        seen_by,
-        slots_of(k, geometry, config.dkv_n),
-        table,
-        link_of(ws),
-        B,
-        scale,
-        ws.rank,
-        SHAPE=shape_for(k, geometry, config),
-        **config.options,
-    )
-    return dq, dk, dv
+    given = given_to_gradients(saved, temporary(torch.empty_like(saved.lse)))
+    k, v = contiguous_rows(k, saved.v)
+    own = slots_of(k, geometry, config.dkv_n), *given
+    ring_call.launch(_ring_attention_backward_kernel, config, own, k, v, ws, geometry, scale)
+    return given[:3]

@@ -34,9 +34,9 @@ import triton.language as tl
 
 from weft.collectives import Group, Workspace, workspace
 from weft.collectives.device import signals
-from weft.collectives.memory.workspace import link_of
 from weft.kernels.device import tiles
 from weft.kernels.engine.chips import INTERPRETER, Chip, chip_of
+from weft.kernels.flash import ring_call, ring_keys
 from weft.kernels.flash.attention_tiles import (
     LN_2,
     LOG2_E,
@@ -50,28 +50,11 @@ from weft.kernels.flash.attention_tiles import (
     softmax_step,
 )
 from weft.kernels.flash.geometry import Geometry
-from weft.kernels.flash.ring_call import (
-    Ring,
-    RingOptions,
-    copy_programs,
-    count_tiles,
-    keys_of,
-    shape_for,
-    shard_bytes,
-    tables,
-    tile_of,
-)
-from weft.kernels.flash.ring_keys import (
-    fetch_keys,
-    no_arrivals,
-    over_keys,
-    publish_keys,
-    signal_published,
-)
+from weft.kernels.flash.ring_tables import count_tiles, shard_tile
 
 
 @dataclass(frozen=True)
-class RingConfig(RingOptions):
+class RingConfig(ring_call.RingOptions):
     """How the kernel is launched: `block_m` queries and `block_n` keys a tile."""
 
     block_m: int
@@ -82,29 +65,17 @@ def ring_config(
     heads: int, kv_heads: int, rows: int, D: int, dtype: torch.dtype, world_size: int, chip: Chip
 ) -> RingConfig:
     """The launch for shards of at most `rows` queries, `heads` = B * H."""
-    copies = copy_programs(chip, heads, kv_heads, rows, dtype, world_size)
+    options = ring_call.ring_options(heads, kv_heads, rows, dtype, world_size, chip)
     if chip is INTERPRETER:
         block = 16 if rows <= 16 else 32
-        return RingConfig(
-            block, block, group_heads=2, programs=chip.programs, copy_programs=copies, copy_m=16
-        )
+        return RingConfig(block, block, **options)
     block_m, block_n, num_warps, num_stages = _tile(D, dtype, chip)
     if rows <= 64:
         # Larger tiles, or more warps, spill 8 to 112 bytes here.
         most_m, most_n = (16, 32) if rows <= 16 else (64, 64 if D <= 128 else 16)
         block_m, block_n = min(block_m, most_m), min(block_n, most_n)
         num_warps = 4 if rows <= 16 or D <= 64 or chip.is_amd else 8
-    return RingConfig(
-        block_m,
-        block_n,
-        group_heads=max(1, heads // max(kv_heads, 1)),
-        programs=chip.programs,
-        copy_programs=copies,
-        copy_m=32,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        all_registers=not chip.is_amd,
-    )
+    return RingConfig(block_m, block_n, num_warps=num_warps, num_stages=num_stages, **options)
 
 
 def _tile(D: int, dtype: torch.dtype, chip: Chip) -> tuple[int, int, int, int]:
@@ -124,7 +95,9 @@ def workspace_for(
     k: torch.Tensor, group: Group, geometry: Geometry, extra_bytes: int = 0
 ) -> Workspace:
     """The group's workspace with room for the largest shard of keys and values, and more."""
-    nbytes = shard_bytes(k.shape[0] * k.shape[1], max(geometry.k_sizes), k.shape[3], k.dtype)
+    nbytes = ring_call.shard_bytes(
+        k.shape[0] * k.shape[1], max(geometry.k_sizes), k.shape[3], k.dtype
+    )
     return workspace(group, nbytes + extra_bytes, channel="ring", device=k.device)
 
 
@@ -134,10 +107,7 @@ def _add_keys(
     q,
     position,
     keys,
-    begin,
-    full,
-    full_end,
-    end,
+    within,
     ring,
     SHAPE: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -150,14 +120,14 @@ def _add_keys(
     D: tl.constexpr = SHAPE.head_dim
     BLOCK_D: tl.constexpr = SHAPE.block_d
     top, total, acc = softmax
-    for start in range(begin, end, BLOCK_N):
-        k = load_rows(keys.k, start, end, keys.stride, BLOCK_N, D, BLOCK_D)
+    for start in range(within.begin, within.end, BLOCK_N):
+        k = load_rows(keys.k, start, within.end, keys.stride, BLOCK_N, D, BLOCK_D)
         scores = tiles.dot(q, k.T, tiles.zeros(BLOCK_M, BLOCK_N)) * (ring.scale * LOG2_E)
-        if (start < full) | (start >= full_end):
-            seen = seen_pairs(position, start, end, ring.sees, BLOCK_M, BLOCK_N)
+        if (start < within.full) | (start >= within.full_end):
+            seen = seen_pairs(position, start, within.end, ring.sees, BLOCK_M, BLOCK_N)
             scores = tl.where(seen, scores, float("-inf"))
         top, total, weights, rescale = softmax_step(top, total, scores)
-        v = load_rows(keys.v, start, end, keys.stride, BLOCK_N, D, BLOCK_D)
+        v = load_rows(keys.v, start, within.end, keys.stride, BLOCK_N, D, BLOCK_D)
         acc = tiles.dot(tiles.rounded(weights, v.dtype), v, acc * rescale[:, None])
     return top, total, acc
 
@@ -167,11 +137,8 @@ def attend(
     arrivals,
     q_ptr,  # row 0 of a head
     stride_q,
-    position,  # of the tile's first query
-    row,  # where that is, of `length`
-    length,
-    batch,
-    kv_head,
+    tile,  # TokenTile
+    head,  # Head
     ring,
     SHAPE: tl.constexpr,
 ):
@@ -180,14 +147,33 @@ def attend(
     Returns `arrivals` as `wait_for_source` leaves it, and what `normalized` returns.
     """
     BLOCK_M: tl.constexpr = SHAPE.config.block_m
-    q = load_rows(q_ptr, row, row + length, stride_q, BLOCK_M, SHAPE.head_dim, SHAPE.block_d)
+    stop = tile.row + tile.length
+    q = load_rows(q_ptr, tile.row, stop, stride_q, BLOCK_M, SHAPE.head_dim, SHAPE.block_d)
     softmax = empty_softmax(BLOCK_M, SHAPE.block_d)
-    arrivals, softmax = over_keys(
-        arrivals, softmax, _add_keys, q, position, length, batch, kv_head, ring, SHAPE,
-        SHAPE.config.block_n,
-    )  # fmt: skip
+    arrivals, softmax = ring_keys.over_keys(
+        arrivals, softmax, _add_keys, q, tile, head, ring, SHAPE, SHAPE.config.block_n
+    )
     out, lse = normalized(softmax[0], softmax[1], softmax[2])
     return arrivals, out, lse
+
+
+@triton.jit
+def store_attention(out_ptr, stride, lse_ptr, out, lse, tile, SHAPE: tl.constexpr):
+    """Store what `attend` returns: `out_ptr` and `lse_ptr` are of row 0 of the head."""
+    rows, stop = tile.row + tl.arange(0, SHAPE.config.block_m), tile.row + tile.length
+    tiles.store(out_ptr, out, tile.row, 0, stop, SHAPE.head_dim, stride, 1)
+    tl.store(lse_ptr + rows, lse * LN_2, mask=rows < stop)
+
+
+@triton.jit
+def own_tile(number, count, B, H, ring, SHAPE: tl.constexpr, BLOCK: tl.constexpr):
+    """A tile of the own queries, of which a head has `count`: number of its head, TokenTile, Head.
+
+    In causal attention the last queries see the most: longest tiles first.
+    """
+    place, tile = tiles.grouped_tile(number, B * H, count, SHAPE.config.group_heads)
+    head = ring_call.head_of(place // H, place % H, H, ring)
+    return place, shard_tile(ring.table, ring.rank, count - 1 - tile, SHAPE.spans, BLOCK), head
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -195,13 +181,12 @@ def _ring_attention_kernel(
     out_ptr,  # (B, H, n, D)
     lse_ptr,  # (B, H, n) fp32
     q,  # Heads, (B, H, n, D)
-    keys,  # Keys
-    sees,  # Sight of the queries
-    table_ptr,
-    link,
-    B,
     H,
     n,
+    keys,  # Keys
+    tables,  # Tables
+    link,
+    B,
     scale,
     rank,
     SHAPE: tl.constexpr,
@@ -212,38 +197,27 @@ def _ring_attention_kernel(
     which 1 copies. On rank 0, program 1 makes queries 32 .. 47 and program 2 queries 0 .. 31, from
     own keys; on rank 1 both then wait for rank 0's.
     """
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    generation = signals.begin_call(link.signal_ptrs, rank)
-    ring = Ring(link, table_ptr, rank, generation, keys, sees, scale)
-    COPIES: tl.constexpr = SHAPE.config.copy_programs
-    SPANS: tl.constexpr = SHAPE.spans
+    ring = ring_call.begin_ring(keys, tables, link, scale, rank)
     D: tl.constexpr = SHAPE.head_dim
     BLOCK_M: tl.constexpr = SHAPE.config.block_m
-    if program < COPIES:
-        publish_keys(ring, SHAPE)
-        signal_published(ring, SHAPE)
-        fetch_keys(ring, SHAPE)
+    if tl.program_id(0) < SHAPE.config.copy_programs:
+        ring_keys.publish_keys(ring, SHAPE)
+        ring_keys.signal_published(ring, SHAPE)
+        ring_keys.fetch_keys(ring, SHAPE)
     else:
-        arrivals = no_arrivals(SHAPE) | 1  # the rank's own keys are here
-        tiles_m = count_tiles(table_ptr, rank, SPANS, BLOCK_M)
-        for tile in range(program - COPIES, tiles_m * B * H, programs - COPIES):
-            head, tile_m = tiles.grouped_tile(tile, B * H, tiles_m, SHAPE.config.group_heads)
-            # In causal attention the last queries see the most: longest tiles first.
-            position, row, length = tile_of(table_ptr, rank, tiles_m - 1 - tile_m, SPANS, BLOCK_M)
-            batch, q_head = tl.cast(head // H, tl.int64), tl.cast(head % H, tl.int64)
-            kv_head = tl.cast(head % H // (H // keys.H_KV), tl.int64)
-            arrivals, out, lse = attend(
-                arrivals, head_ptr(q, batch, q_head), q.stride_m, position, row, length, batch,
-                kv_head, ring, SHAPE,
-            )  # fmt: skip
+        arrivals = ring_keys.no_arrivals(SHAPE) | 1  # the rank's own keys are here
+        count = count_tiles(ring.table, rank, SHAPE.spans, BLOCK_M)
+        program, programs = ring_call.compute_program(SHAPE)
+        for number in range(program, count * B * H, programs):
+            place, tile, head = own_tile(number, count, B, H, ring, SHAPE, BLOCK_M)
+            q_ptr = head_ptr(q, head.batch, head.q)
+            arrivals, out, lse = attend(arrivals, q_ptr, q.stride_m, tile, head, ring, SHAPE)
             # Addressed from row 0 of the head: offsets that all tiles share would stay in registers
             # throughout.
-            at, stop = tl.cast(head, tl.int64) * n, row + length
-            tiles.store(out_ptr + at * D, out, row, 0, stop, D, D, 1)
-            rows = row + tl.arange(0, BLOCK_M)
-            tl.store(lse_ptr + at + rows, lse * LN_2, mask=rows < stop)
-    if signals.end_call(link.signal_ptrs, rank, generation):
-        signals.spoil(out_ptr, tl.cast(B, tl.int64) * H * n * SHAPE.head_dim)
+            at = tl.cast(place, tl.int64) * n
+            store_attention(out_ptr + at * D, D, lse_ptr + at, out, lse, tile, SHAPE)
+    if signals.end_call(link.signal_ptrs, rank, ring.generation):
+        signals.spoil(out_ptr, tl.cast(B, tl.int64) * H * n * D)
         signals.spoil(lse_ptr, tl.cast(B, tl.int64) * H * n)
 
 
@@ -269,23 +243,8 @@ def launch_ring_attention(
         B * H, B * k.shape[1], max(geometry.q_sizes), D, q.dtype, ws.world_size, chip_of(q.device)
     )
     k, v = contiguous_rows(k, v)
-    table, sees, _ = tables(geometry, ws.rank, q.device)
     out = torch.empty((B, H, n, D), dtype=q.dtype, device=q.device)
     lse = torch.empty((B, H, n), dtype=torch.float32, device=q.device)
-    _ring_attention_kernel[(config.programs,)](
-        out,
-        lse,
-        heads_of(contiguous_rows(q)),
-        keys_of(k, v, geometry),
-        sees,
-        table,
-        link_of(ws),
-        B,
-        H,
-        n,
-        scale,
-        ws.rank,
-        SHAPE=shape_for(k, geometry, config),
-        **config.options,
-    )
+    given = out, lse, heads_of(contiguous_rows(q)), H, n
+    ring_call.launch(_ring_attention_kernel, config, given, k, v, ws, geometry, scale)
     return out, lse

@@ -33,8 +33,9 @@ import triton.language as tl
 
 from weft.collectives.device import signals
 from weft.kernels.device import tiles
-from weft.kernels.flash.attention_tiles import Heads, head_ptr, interval, visible
-from weft.kernels.flash.ring_call import base_of, is_needed, key_spans, rows_of, span_of
+from weft.kernels.flash.attention_tiles import Heads, bounds, head_ptr, interval
+from weft.kernels.flash.ring_call import area_ptr
+from weft.kernels.flash.ring_tables import base_of, is_needed, key_spans, rows_of, span_of
 
 
 class HeadKeys(NamedTuple):
@@ -171,15 +172,14 @@ def fetch_keys(ring, SHAPE: tl.constexpr):
             if arrived & useful:
                 fetch_shard(ring, source, SHAPE)
             if arrived:
-                announce(ring, source, SHAPE)
+                announce_source(ring, source, SHAPE)
 
 
 @triton.jit
 def fetch_shard(ring, source, SHAPE: tl.constexpr):
     """This program's share of the keys of `source`, which have been published."""
-    link, keys = ring.link, ring.keys
-    dtype: tl.constexpr = keys.gathered.dtype.element_ty
-    shard = signals.half_ptr(link.buffer_ptrs, source, ring.generation, link.half_bytes, dtype)
+    keys = ring.keys
+    shard = area_ptr(ring, source, 0, keys.gathered.dtype.element_ty)
     out, rows = _shard_ptr(ring, source, SHAPE), rows_of(ring.table, source, SHAPE)
     pitch = tl.cast(rows, tl.int64) * SHAPE.pitch
     _fetch_rows(out, shard, ring, source, rows, SHAPE)
@@ -188,7 +188,7 @@ def fetch_shard(ring, source, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def announce(ring, source, SHAPE: tl.constexpr):
+def announce_source(ring, source, SHAPE: tl.constexpr):
     """Tell the programs of this launch that this one has fetched its share of `source`."""
     word = signals.slot_ptr(
         ring.link.signal_ptrs, ring.rank, SHAPE.world_size, 1, source, tl.program_id(0)
@@ -252,34 +252,30 @@ def over_keys(
     arrivals,
     total,
     add: tl.constexpr,
-    tile,  # what `add` needs of the queries
-    position,  # of the first of `length` queries
-    length,
-    batch,
-    kv_head,
+    queries,  # what `add` needs of them
+    tile,  # TokenTile: where they are
+    head,  # Head
     ring,
     SHAPE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Go over all keys that a tile of queries sees: own ones first, the others as they arrive.
 
-    For each span with such keys total = add(total, tile, position, keys, begin, full, full_end,
-    end, ring, SHAPE, BLOCK_N), where `keys` is HeadKeys with row 0 at position 0: the queries see
-    nothing but keys begin .. end - 1, and all of them see all of full .. full_end - 1.
+    For each span with such keys total = add(total, queries, tile.position, keys, within, ring,
+    SHAPE, BLOCK_N), where `keys` is HeadKeys with row 0 at position 0, and `within` the Interval
+    that the tile sees.
 
     Returns `arrivals` as `wait_for_source` leaves it, and the total.
     """
     SPANS: tl.constexpr = SHAPE.spans
-    lowest, highest = visible(position, ring.sees), visible(position + length - 1, ring.sees)
+    ends = bounds(tile, ring.sees)
     for step in range(SHAPE.world_size):
         source = (ring.rank + step) % SHAPE.world_size
         for span in range(SPANS):
             start, row, rows = span_of(key_spans(ring.table, SHAPE), source, span, SPANS)
-            begin, full, full_end, end = interval(lowest, highest, start, start + rows, BLOCK_N)
-            if begin < end:
+            within = interval(ends, start, start + rows, BLOCK_N)
+            if within.begin < within.end:
                 arrivals = wait_for_source(arrivals, step, ring, SHAPE)
-                keys = head_keys(ring, source, batch, kv_head, row - start, SHAPE)
-                total = add(
-                    total, tile, position, keys, begin, full, full_end, end, ring, SHAPE, BLOCK_N
-                )
+                keys = head_keys(ring, source, head.batch, head.kv, row - start, SHAPE)
+                total = add(total, queries, tile.position, keys, within, ring, SHAPE, BLOCK_N)
     return arrivals, total

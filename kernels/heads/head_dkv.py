@@ -13,20 +13,20 @@ import triton
 import triton.language as tl
 
 from weft.kernels.device import tiles
-from weft.kernels.flash.attention_tiles import LOG2_E, interval, load_rows, visible
-from weft.kernels.flash.grad_tiles import add_to_dkv
-from weft.kernels.flash.ring_call import (
-    compute_program,
+from weft.kernels.flash.attention_tiles import bounds, interval
+from weft.kernels.flash.grad_tiles import add_to_dkv, load_keys
+from weft.kernels.flash.ring_call import area_ptr, compute_program
+from weft.kernels.flash.ring_dkv import add_parts, store_part
+from weft.kernels.flash.ring_keys import wait_for_source
+from weft.kernels.flash.ring_tables import (
     count_tiles,
     is_needed,
     key_spans,
-    rows_of,
+    shard_tile,
     span_of,
-    tile_of,
 )
-from weft.kernels.flash.ring_keys import head_keys, wait_for_source
 from weft.kernels.heads.head_queries import held_queries
-from weft.kernels.heads.head_units import area_ptr, first_unit, heads_at, kv_range, unit_of
+from weft.kernels.heads.head_units import first_unit, heads_at, kv_range, unit_of
 
 
 def slots_for(H: int, H_kv: int, world_size: int) -> int:
@@ -55,105 +55,62 @@ def _first_user(kv_head, sharing, H, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def make_head_dkv(
-    arrivals,
-    owner,
-    queries,
-    fetched,
-    areas,
-    seen_by,  # Sight of the keys
-    ring,
-    B,
-    SHAPE: tl.constexpr,
-):
+def make_head_dkv(arrivals, owner, call, ring, SHAPE: tl.constexpr):
     """Parts of dk and dv of the keys of `owner`. Returns the new `arrivals`."""
-    D: tl.constexpr = SHAPE.head_dim
     BLOCK_D: tl.constexpr = SHAPE.block_d
     SPANS: tl.constexpr = SHAPE.spans
     WORLD_SIZE: tl.constexpr = SHAPE.world_size
-    BLOCK_M: tl.constexpr = SHAPE.config.dkv_m
     BLOCK_N: tl.constexpr = SHAPE.config.dkv_n
     rank, table, spans_ptr = ring.rank, ring.table, key_spans(ring.table, SHAPE)
-    keys, sharing = ring.keys, queries.H // ring.keys.H_KV
+    fetched, areas, B, H = call.fetched, call.areas, call.B, call.queries.H
+    keys, sharing = ring.keys, H // ring.keys.H_KV
     each = B * count_tiles(spans_ptr, owner, SPANS, BLOCK_N)
     begin = first_unit(keys.first * each, owner * areas.kv_stagger, SHAPE)
     for unit in range(begin, (keys.first + keys.fetched) * each, compute_program(SHAPE)[1]):
-        kv_head, batch, tile = unit_of(unit, B, each // B)
+        kv_head, batch, number = unit_of(unit, B, each // B)
         first = tl.maximum(kv_head * sharing, fetched.first)
         last = tl.minimum((kv_head + 1) * sharing, fetched.first + fetched.count)
-        position, row, length = tile_of(spans_ptr, owner, tile, SPANS, BLOCK_N)
-        stop = row + length
-        if is_needed(table, rank, owner, row, stop, SHAPE):
+        tile = shard_tile(spans_ptr, owner, number, SPANS, BLOCK_N)
+        if is_needed(table, rank, owner, tile.row, tile.row + tile.length, SHAPE):
             distance = (owner - rank + WORLD_SIZE) % WORLD_SIZE
             arrivals = wait_for_source(arrivals, distance, ring, SHAPE)
-            kv = head_keys(
-                ring, owner, tl.cast(batch, tl.int64), tl.cast(kv_head, tl.int64), 0, SHAPE
+            held = load_keys(
+                ring, owner, tl.cast(batch, tl.int64), tl.cast(kv_head, tl.int64), tile, SHAPE
             )
-            k = load_rows(kv.k, row, stop, kv.stride, BLOCK_N, D, BLOCK_D)
-            v = load_rows(kv.v, row, stop, kv.stride, BLOCK_N, D, BLOCK_D)
-            lowest, highest = visible(position, seen_by), visible(position + length - 1, seen_by)
+            ends = bounds(tile, ring.seen_by)
             dk, dv = tiles.zeros(BLOCK_N, BLOCK_D), tiles.zeros(BLOCK_N, BLOCK_D)
             for part in range(WORLD_SIZE * SPANS):
                 step = part // SPANS
                 source = (rank + step) % WORLD_SIZE
                 start, q_row, q_length = span_of(table, source, part % SPANS, SPANS)
-                begin, full, full_end, end = interval(
-                    lowest, highest, start, start + q_length, BLOCK_M
-                )
-                if begin < end:
+                within = interval(ends, start, start + q_length, SHAPE.config.dkv_m)
+                if within.begin < within.end:
                     arrivals = wait_for_source(arrivals, step, ring, SHAPE)
                     for head in range(first, last):
                         head_q = held_queries(
-                            queries, fetched, areas, ring, source, tl.cast(batch, tl.int64), head,
-                            B, q_row - start, SHAPE,
-                        )  # fmt: skip
-                        dk, dv = add_to_dkv(
-                            dk, dv, k, v, position, head_q, begin, full, full_end, end, ring.sees,
-                            ring.scale * LOG2_E, SHAPE, BLOCK_M,
-                        )  # fmt: skip
-            part_ptr, size = _part_ptr(areas, ring, owner, rank, batch, kv_head, queries.H, SHAPE)
-            tiles.store(part_ptr, dk * ring.scale, row, 0, stop, D, SHAPE.fp32_pitch, 1)
-            tiles.store(part_ptr + size, dv, row, 0, stop, D, SHAPE.fp32_pitch, 1)
+                            call, ring, source, tl.cast(batch, tl.int64), head, q_row - start, SHAPE
+                        )
+                        dk, dv = add_to_dkv(dk, dv, held, head_q, within, ring, SHAPE)
+            part_ptr, size = _part_ptr(areas, ring, owner, rank, batch, kv_head, H, SHAPE)
+            store_part(part_ptr, size, dk, dv, tile, ring, SHAPE)
     return arrivals
 
 
 @triton.jit
-def add_parts(
-    dk_ptr,  # (B, H_KV, m, D)
-    dv_ptr,
-    areas,
-    ring,
-    B,
-    H,
-    SHAPE: tl.constexpr,
-):
+def add_up_dkv(dk_ptr, dv_ptr, call, ring, SHAPE: tl.constexpr):
     """dk and dv of the rank's own keys, from the parts that this program and its namesakes made."""
-    D: tl.constexpr = SHAPE.head_dim
     SPANS: tl.constexpr = SHAPE.spans
     BLOCK_N: tl.constexpr = SHAPE.config.dkv_n
-    REDUCE_N: tl.constexpr = SHAPE.config.reduce_n
-    rank, table, spans_ptr = ring.rank, ring.table, key_spans(ring.table, SHAPE)
-    keys, heads = ring.keys, tiles.cdiv(H, SHAPE.world_size)
-    sharing = H // keys.H_KV
-    m, count = rows_of(table, rank, SHAPE), count_tiles(spans_ptr, rank, SPANS, BLOCK_N)
+    rank, keys, spans_ptr = ring.rank, ring.keys, key_spans(ring.table, SHAPE)
+    areas, B, H = call.areas, call.B, call.queries.H
+    heads, sharing = tiles.cdiv(H, SHAPE.world_size), H // keys.H_KV
+    count = count_tiles(spans_ptr, rank, SPANS, BLOCK_N)
     begin = first_unit(0, rank * areas.kv_stagger, SHAPE)
     for unit in range(begin, keys.heads * count, compute_program(SHAPE)[1]):
-        kv_head, batch, tile = unit_of(unit, B, count)
-        _, row, length = tile_of(spans_ptr, rank, tile, SPANS, BLOCK_N)
-        # There are no parts of a tile that no query sees.
-        users = ((kv_head + 1) * sharing - 1) // heads - _first_user(kv_head, sharing, H, SHAPE) + 1
-        users = tl.where(is_needed(table, rank, rank, row, row + length, SHAPE), users, 0)
+        kv_head, batch, number = unit_of(unit, B, count)
+        tile = shard_tile(spans_ptr, rank, number, SPANS, BLOCK_N)
         user = _first_user(kv_head, sharing, H, SHAPE)
-        parts, size = _part_ptr(areas, ring, rank, user, batch, kv_head, H, SHAPE)
-        for part in range(0, length, REDUCE_N):
-            rows, offs_d = row + part + tl.arange(0, REDUCE_N), tl.arange(0, SHAPE.block_d)
-            inside = (rows < row + length)[:, None] & (offs_d < D)[None, :]
-            offs = rows.to(tl.int64)[:, None] * SHAPE.fp32_pitch + offs_d[None, :]
-            dk = tiles.zeros(REDUCE_N, SHAPE.block_d)
-            dv = tiles.zeros(REDUCE_N, SHAPE.block_d)
-            for slot in range(users):
-                dk += tl.load(parts + slot * 2 * size + offs, mask=inside, other=0.0)
-                dv += tl.load(parts + (slot * 2 + 1) * size + offs, mask=inside, other=0.0)
-            at = (tl.cast(batch * keys.H_KV + kv_head, tl.int64) * m + row) * D
-            tiles.store(dk_ptr + at, dk, part, 0, length, D, D, 1)
-            tiles.store(dv_ptr + at, dv, part, 0, length, D, D, 1)
+        users = ((kv_head + 1) * sharing - 1) // heads - user + 1
+        parts_ptr, size = _part_ptr(areas, ring, rank, user, batch, kv_head, H, SHAPE)
+        head = batch * keys.H_KV + kv_head
+        add_parts(dk_ptr, dv_ptr, parts_ptr, size, users, head, tile, ring, SHAPE)

@@ -16,13 +16,13 @@ import triton
 import triton.language as tl
 
 from weft.kernels.device import tiles
-from weft.kernels.flash.grad_tiles import HeadQueries, make_delta
-from weft.kernels.flash.ring_call import base_of, count_rows
+from weft.kernels.flash.grad_tiles import HeadQueries, Queries, make_delta
+from weft.kernels.flash.ring_call import area_ptr
 from weft.kernels.flash.ring_keys import first_chunk, publish_keys, publish_rows
-from weft.kernels.heads.head_units import area_ptr
+from weft.kernels.flash.ring_tables import base_of, count_rows
 
 
-class Areas(NamedTuple):
+class GradAreas(NamedTuple):
     """Where what is published and what peers store begins in a half, in bytes.
 
     `rows`: of the largest shard of keys; `stagger`: of units of dq, `kv_stagger`: of dk and dv, see
@@ -52,32 +52,44 @@ class Fetched(NamedTuple):
     count: Any
 
 
+class GradCall(NamedTuple):
+    """One backward, beside its Ring: Queries (delta is not there), Fetched, GradAreas and B."""
+
+    queries: Any
+    fetched: Any
+    areas: Any
+    B: Any
+
+
 @triton.jit
-def publish_all(out_ptr, dlse_ptr, queries, areas, ring, B, SHAPE: tl.constexpr):
-    """Step 1 of the protocol, up to the signal. `queries.delta` is the rank's own area of delta."""
+def publish_all(out_ptr, dlse_ptr, call, ring, SHAPE: tl.constexpr):
+    """Step 1 of the protocol, up to the signal."""
     dtype: tl.constexpr = ring.keys.k.dtype.element_ty
     publish_keys(ring, SHAPE)
-    H, n, rank = queries.H, queries.n, ring.rank
-    publish_rows(area_ptr(ring, rank, areas.q, dtype), queries.q, H, B * H, n, SHAPE)
-    publish_rows(area_ptr(ring, rank, areas.dout, dtype), queries.dout, H, B * H, n, SHAPE)
-    make_delta(out_ptr, dlse_ptr, queries, B, SHAPE)
+    areas, B, rank = call.areas, call.B, ring.rank
+    q, dout, lse, _, H, n = call.queries
+    publish_rows(area_ptr(ring, rank, areas.q, dtype), q, H, B * H, n, SHAPE)
+    publish_rows(area_ptr(ring, rank, areas.dout, dtype), dout, H, B * H, n, SHAPE)
+    delta = area_ptr(ring, rank, areas.delta, tl.float32)
+    make_delta(out_ptr, dlse_ptr, Queries(q, dout, lse, delta, H, n), B, SHAPE)
     shown = area_ptr(ring, rank, areas.lse, tl.float32)
     chunks = tiles.cdiv(n, SHAPE.config.copy_m)
     for unit in range(tl.program_id(0), B * H * chunks, SHAPE.config.copy_programs):
         rows = unit % chunks * SHAPE.config.copy_m + tl.arange(0, SHAPE.config.copy_m)
         at = tl.cast(unit // chunks, tl.int64) * n + rows
-        tl.store(shown + at, tl.load(queries.lse + at, mask=rows < n), mask=rows < n)
+        tl.store(shown + at, tl.load(lse + at, mask=rows < n), mask=rows < n)
 
 
 @triton.jit
-def fetch_queries(fetched, areas, ring, source, B, H, SHAPE: tl.constexpr):
+def fetch_queries(call, ring, source, SHAPE: tl.constexpr):
     """This program's share of what belongs to the rank's heads and the tokens of `source`."""
+    fetched, areas, B, H = call.fetched, call.areas, call.B, call.queries.H
     COPY_M: tl.constexpr = SHAPE.config.copy_m
     PITCH: tl.constexpr = SHAPE.pitch
     dtype: tl.constexpr = fetched.rows.dtype.element_ty
     n = count_rows(ring.table, source, SHAPE.spans)
     chunks = tiles.cdiv(n, COPY_M)
-    to_q, to_lse = _fetched_ptrs(fetched, ring, source, B, SHAPE)
+    to_q, to_lse = _fetched_ptrs(call, ring, source, SHAPE)
     size = tl.cast(B * fetched.count, tl.int64) * n
     q, dout = area_ptr(ring, source, areas.q, dtype), area_ptr(ring, source, areas.dout, dtype)
     lse = area_ptr(ring, source, areas.lse, tl.float32)
@@ -107,19 +119,21 @@ def fetch_queries(fetched, areas, ring, source, B, H, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _fetched_ptrs(fetched, ring, source, B, SHAPE: tl.constexpr):
-    """Where the rows and the numbers of `source` begin in `fetched`."""
-    base = base_of(ring.table, source, 1, SHAPE) * 2 * B * fetched.count
+def _fetched_ptrs(call, ring, source, SHAPE: tl.constexpr):
+    """Where the rows and the numbers of `source` begin in what is fetched."""
+    fetched = call.fetched
+    base = base_of(ring.table, source, 1, SHAPE) * 2 * call.B * fetched.count
     return fetched.rows + base * SHAPE.pitch, fetched.numbers + base
 
 
 @triton.jit
-def held_queries(queries, fetched, areas, ring, source, batch, head, B, shift, SHAPE: tl.constexpr):
+def held_queries(call, ring, source, batch, head, shift, SHAPE: tl.constexpr):
     """What belongs to one of the rank's heads and the tokens of `source`, from row `shift` on.
 
     The rank's own tokens are read where it published them: with one layout for all sources, fewer
     addresses are kept in registers.
     """
+    queries, fetched, areas, B = call
     dtype: tl.constexpr = fetched.rows.dtype.element_ty
     if source == ring.rank:
         at = (batch * queries.H + head) * queries.n + shift
@@ -130,7 +144,7 @@ def held_queries(queries, fetched, areas, ring, source, batch, head, B, shift, S
         n = tl.cast(count_rows(ring.table, source, SHAPE.spans), tl.int64)
         size = B * fetched.count * n
         at = (batch * fetched.count + head - fetched.first) * n + shift
-        q, lse = _fetched_ptrs(fetched, ring, source, B, SHAPE)
+        q, lse = _fetched_ptrs(call, ring, source, SHAPE)
         q += at * SHAPE.pitch
         lse += at
         dout, delta = q + size * SHAPE.pitch, lse + size

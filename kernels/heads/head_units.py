@@ -28,10 +28,10 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.collectives.device import signals
 from weft.kernels.device import tiles
 from weft.kernels.flash.geometry import Geometry, Span
-from weft.kernels.flash.ring_call import compute_program, count_rows, count_tiles, pitch_of, tile_of
+from weft.kernels.flash.ring_call import area_ptr, compute_program, head_of, pitch_of
+from weft.kernels.flash.ring_tables import count_rows, count_tiles, shard_tile
 
 _LINE_BYTES = 128
 
@@ -73,14 +73,6 @@ def stagger_of(spans: Sequence[Sequence[Span]], heads: int, block: int) -> int:
 
 
 @triton.jit
-def area_ptr(ring, owner, offset, dtype: tl.constexpr):
-    """The area of `owner` that begins `offset` bytes into its half."""
-    link = ring.link
-    half = signals.half_ptr(link.buffer_ptrs, owner, ring.generation, link.half_bytes, dtype)
-    return half + offset // (dtype.primitive_bitwidth // 8)
-
-
-@triton.jit
 def own_heads(rank, H, SHAPE: tl.constexpr):
     """The first head of `rank`, and the one after its last."""
     share = tiles.cdiv(H, SHAPE.world_size)
@@ -105,14 +97,25 @@ def unit_of(unit, B, count):
 
 
 @triton.jit
-def query_tile(unit, owner, B, count, ring, SHAPE: tl.constexpr, BLOCK: tl.constexpr):
-    """Head, batch, position, row and length of the tile of `owner`'s queries that a unit is.
+def query_tile(unit, owner, B, H, n, count, ring, SHAPE: tl.constexpr, BLOCK: tl.constexpr):
+    """The tile of `owner`'s n queries that a unit is: Head, TokenTile, and row of the head's first.
 
     The last tile comes first: in causal attention its queries see the most.
     """
-    head, batch, tile = unit_of(unit, B, count)
-    position, row, length = tile_of(ring.table, owner, count - 1 - tile, SHAPE.spans, BLOCK)
-    return head, batch, position, row, length
+    head, batch, number = unit_of(unit, B, count)
+    tile = shard_tile(ring.table, owner, count - 1 - number, SHAPE.spans, BLOCK)
+    return head_of(batch, head, H, ring), tile, tl.cast(batch * H + head, tl.int64) * n
+
+
+@triton.jit
+def place_of_results(own_ptr, offset, owner, at, width: tl.constexpr, pitch: tl.constexpr, ring):
+    """Where results for row `at` of `owner` go, and the stride of rows: here, or to its area."""
+    if owner == ring.rank:
+        to, stride = own_ptr + at * width, tl.cast(width, tl.int32)
+    else:
+        to = area_ptr(ring, owner, offset, own_ptr.dtype.element_ty) + at * pitch
+        stride = tl.cast(pitch, tl.int32)
+    return to, stride
 
 
 @triton.jit
@@ -136,14 +139,14 @@ def collect_rows(
     n, count = count_rows(table, rank, SPANS), count_tiles(table, rank, SPANS, BLOCK)
     programs = compute_program(SHAPE)[1]
     for unit in range(first_unit(0, rank * stagger, SHAPE), H * B * count, programs):
-        head, batch, _, row, length = query_tile(unit, rank, B, count, ring, SHAPE, BLOCK)
-        if (head < first) | (head >= last):
-            at = tl.cast(batch * H + head, tl.int64) * n + row
+        head, tile, at = query_tile(unit, rank, B, H, n, count, ring, SHAPE, BLOCK)
+        if (head.q < first) | (head.q >= last):
+            at += tile.row
             tiles.copy_block(
-                out_ptr + at * D, area + at * SHAPE.pitch, length, D, D, SHAPE.pitch, 1,
+                out_ptr + at * D, area + at * SHAPE.pitch, tile.length, D, D, SHAPE.pitch, 1,
                 SHAPE.config.copy_m, SHAPE.block_d,
             )  # fmt: skip
             if numbers is not None:
                 rows = tl.arange(0, BLOCK)
-                values = tl.load(numbers + at + rows, mask=rows < length)
-                tl.store(numbers_ptr + at + rows, values, mask=rows < length)
+                values = tl.load(numbers + at + rows, mask=rows < tile.length)
+                tl.store(numbers_ptr + at + rows, values, mask=rows < tile.length)

@@ -32,49 +32,24 @@ import triton.language as tl
 
 from weft.collectives import Group, Workspace, workspace
 from weft.collectives.device import signals
-from weft.collectives.memory.workspace import link_of
+from weft.collectives.device.launches import temporary
 from weft.kernels.device import tiles
 from weft.kernels.engine.chips import INTERPRETER, Chip, chip_of
-from weft.kernels.flash import ring_grad_kernel
-from weft.kernels.flash.attention_tiles import contiguous_rows, heads_of
+from weft.kernels.flash import ring_call, ring_grad_kernel, ring_keys
+from weft.kernels.flash.attention_tiles import contiguous_rows
 from weft.kernels.flash.geometry import Geometry
-from weft.kernels.flash.grad_tiles import Queries, sum_dq
-from weft.kernels.flash.ring_call import (
-    Ring,
-    compute_program,
-    count_rows,
-    count_tiles,
-    keys_of,
-    pitch_of,
-    rows_of,
-    shape_for,
-    shard_bytes,
-    tables,
-)
+from weft.kernels.flash.grad_tiles import given_to_gradients, spoil_gradients, sum_dq
 from weft.kernels.flash.ring_grad_kernel import RingGradConfig
-from weft.kernels.flash.ring_keys import (
-    announce,
-    announce_results,
-    await_results,
-    fetch_shard,
-    no_arrivals,
-    signal_published,
-    wait_for_source,
-)
-from weft.kernels.heads.head_dkv import add_parts, make_head_dkv, slots_for
-from weft.kernels.heads.head_queries import Areas, Fetched, fetch_queries, held_queries, publish_all
-from weft.kernels.heads.head_units import (
-    area_ptr,
-    collect_rows,
-    first_unit,
-    heads_at,
-    kv_range,
-    numbers_bytes,
-    offsets_of,
-    own_heads,
-    query_tile,
-    rows_bytes,
-    stagger_of,
+from weft.kernels.flash.ring_tables import count_rows, count_tiles
+from weft.kernels.heads import head_units
+from weft.kernels.heads.head_dkv import add_up_dkv, make_head_dkv, slots_for
+from weft.kernels.heads.head_queries import (
+    Fetched,
+    GradAreas,
+    GradCall,
+    fetch_queries,
+    held_queries,
+    publish_all,
 )
 
 if TYPE_CHECKING:
@@ -103,53 +78,37 @@ def head_grad_config(
 def _area_bytes(q: torch.Tensor, k: torch.Tensor, geometry: Geometry) -> list[int]:
     kv_heads, m, D = k.shape[0] * k.shape[1], max(geometry.k_sizes), k.shape[3]
     slots = slots_for(q.shape[1], k.shape[1], len(geometry.k_sizes))
-    rows, numbers = rows_bytes(q, geometry), numbers_bytes(q, geometry)
-    parts = slots * shard_bytes(kv_heads, m, D, torch.float32)
-    return [shard_bytes(kv_heads, m, D, k.dtype), rows, rows, numbers, numbers, rows, parts]
+    rows, numbers = head_units.rows_bytes(q, geometry), head_units.numbers_bytes(q, geometry)
+    parts = slots * ring_call.shard_bytes(kv_heads, m, D, torch.float32)
+    keys = ring_call.shard_bytes(kv_heads, m, D, k.dtype)
+    return [keys, rows, rows, numbers, numbers, rows, parts]
 
 
 def workspace_for(q: torch.Tensor, k: torch.Tensor, group: Group, geometry: Geometry) -> Workspace:
     """The group's workspace with room for the largest shard of all."""
-    nbytes = offsets_of(_area_bytes(q, k, geometry))[-1]
+    nbytes = head_units.offsets_of(_area_bytes(q, k, geometry))[-1]
     return workspace(group, nbytes, channel="heads", device=q.device)
 
 
 @triton.jit
-def _make_dq(
-    dq_ptr,
-    arrivals,
-    owner,
-    queries,
-    fetched,
-    areas,
-    ring,
-    B,
-    SHAPE: tl.constexpr,
-):
+def _make_dq(dq_ptr, arrivals, owner, call, ring, SHAPE: tl.constexpr):
     """dq of the queries of `owner`, stored where it belongs. Returns the new `arrivals`."""
     D: tl.constexpr = SHAPE.head_dim
     WORLD_SIZE: tl.constexpr = SHAPE.world_size
     BLOCK_M: tl.constexpr = SHAPE.config.dq_m
-    rank, H = ring.rank, queries.H
-    first, last = own_heads(rank, H, SHAPE)
+    rank, areas, B, H = ring.rank, call.areas, call.B, call.queries.H
+    first, last = head_units.own_heads(rank, H, SHAPE)
     n = count_rows(ring.table, owner, SHAPE.spans)
     count = count_tiles(ring.table, owner, SHAPE.spans, BLOCK_M)
-    begin = first_unit(first * B * count, owner * areas.stagger, SHAPE)
-    for unit in range(begin, last * B * count, compute_program(SHAPE)[1]):
+    begin = head_units.first_unit(first * B * count, owner * areas.stagger, SHAPE)
+    for unit in range(begin, last * B * count, ring_call.compute_program(SHAPE)[1]):
         distance = (owner - rank + WORLD_SIZE) % WORLD_SIZE
-        arrivals = wait_for_source(arrivals, distance, ring, SHAPE)
-        head, batch, position, row, length = query_tile(unit, owner, B, count, ring, SHAPE, BLOCK_M)
-        at = tl.cast(batch * H + head, tl.int64) * n
-        kv_head = tl.cast(head // (H // ring.keys.H_KV), tl.int64)
-        batch, head = tl.cast(batch, tl.int64), tl.cast(head, tl.int64)
-        head_q = held_queries(queries, fetched, areas, ring, owner, batch, head, B, 0, SHAPE)
-        arrivals, dq = sum_dq(arrivals, head_q, position, row, length, batch, kv_head, ring, SHAPE)
-        if owner == rank:
-            to, pitch = dq_ptr + at * D, tl.cast(D, tl.int32)
-        else:
-            to = area_ptr(ring, owner, areas.dq, dq_ptr.dtype.element_ty) + at * SHAPE.pitch
-            pitch = tl.cast(SHAPE.pitch, tl.int32)
-        tiles.store(to, dq, row, 0, row + length, D, pitch, 1)
+        arrivals = ring_keys.wait_for_source(arrivals, distance, ring, SHAPE)
+        head, tile, at = head_units.query_tile(unit, owner, B, H, n, count, ring, SHAPE, BLOCK_M)
+        head_q = held_queries(call, ring, owner, head.batch, head.q, 0, SHAPE)
+        arrivals, dq = sum_dq(arrivals, head_q, tile, head, ring, SHAPE)
+        to, pitch = head_units.place_of_results(dq_ptr, areas.dq, owner, at, D, SHAPE.pitch, ring)
+        tiles.store(to, dq, tile.row, 0, tile.row + tile.length, D, pitch, 1)
     return arrivals
 
 
@@ -162,11 +121,9 @@ def _head_attention_backward_kernel(
     dlse_ptr,  # (B, H, n) or None
     queries,  # Queries, of which delta is not there
     fetched,  # Fetched
+    areas,  # GradAreas
     keys,  # Keys
-    areas,  # Areas
-    sees,  # Sight of the queries
-    seen_by,  # Sight of the keys
-    table_ptr,
+    tables,  # Tables
     link,
     B,
     scale,
@@ -179,52 +136,43 @@ def _head_attention_backward_kernel(
     and a part of dk and dv of the head of keys, which goes to slot 0 of each owner; rank 1 fills
     slot 1. dk = slot 0 + slot 1.
     """
-    generation = signals.begin_call(link.signal_ptrs, rank)
-    ring = Ring(link, table_ptr, rank, generation, keys, sees, scale)
-    H = queries.H
+    ring = ring_call.begin_ring(keys, tables, link, scale, rank)
+    call, H = GradCall(queries, fetched, areas, B), queries.H
     if tl.program_id(0) < SHAPE.config.copy_programs:
-        delta = area_ptr(ring, rank, areas.delta, tl.float32)
-        shown = Queries(queries.q, queries.dout, queries.lse, delta, H, queries.n)
-        publish_all(out_ptr, dlse_ptr, shown, areas, ring, B, SHAPE)
-        signal_published(ring, SHAPE)
-        announce(ring, rank, SHAPE)
+        publish_all(out_ptr, dlse_ptr, call, ring, SHAPE)
+        ring_keys.signal_published(ring, SHAPE)
+        ring_keys.announce_source(ring, rank, SHAPE)
         for step in range(1, SHAPE.world_size):
             source = (rank + step) % SHAPE.world_size
             if signals.wait_for(
                 link.signal_ptrs, rank, SHAPE.world_size, 0, source, tl.program_id(0),
-                generation, link.timeout_ns,
+                ring.generation, link.timeout_ns,
             ):  # fmt: skip
-                fetch_shard(ring, source, SHAPE)
-                fetch_queries(fetched, areas, ring, source, B, H, SHAPE)
-                announce(ring, source, SHAPE)
+                ring_keys.fetch_shard(ring, source, SHAPE)
+                fetch_queries(call, ring, source, SHAPE)
+                ring_keys.announce_source(ring, source, SHAPE)
     else:
         # Bit 0 stands for delta.
-        arrivals = wait_for_source(no_arrivals(SHAPE), 0, ring, SHAPE)
+        arrivals = ring_keys.wait_for_source(ring_keys.no_arrivals(SHAPE), 0, ring, SHAPE)
         for step in range(1, SHAPE.world_size + 1):
             owner = (rank + step) % SHAPE.world_size
-            arrivals = make_head_dkv(
-                arrivals, owner, queries, fetched, areas, seen_by, ring, B, SHAPE
-            )
+            arrivals = make_head_dkv(arrivals, owner, call, ring, SHAPE)
         # A second loop: what is invariant in a loop stays in registers through all of it.
         for step in range(1, SHAPE.world_size + 1):
             owner = (rank + step) % SHAPE.world_size
-            arrivals = _make_dq(dq_ptr, arrivals, owner, queries, fetched, areas, ring, B, SHAPE)
+            arrivals = _make_dq(dq_ptr, arrivals, owner, call, ring, SHAPE)
             if step < SHAPE.world_size:
-                announce_results(arrivals, ring, owner, SHAPE)
+                ring_keys.announce_results(arrivals, ring, owner, SHAPE)
         # Other threads stored this rank's own parts than will read them next.
         tl.debug_barrier()
-        if await_results(ring, SHAPE):
-            brought = area_ptr(ring, rank, areas.dq, dq_ptr.dtype.element_ty)
-            collect_rows(
+        if ring_keys.await_results(ring, SHAPE):
+            brought = ring_call.area_ptr(ring, rank, areas.dq, dq_ptr.dtype.element_ty)
+            head_units.collect_rows(
                 dq_ptr, brought, None, None, ring, B, H, areas.stagger, SHAPE, SHAPE.config.dq_m
             )
-            add_parts(dk_ptr, dv_ptr, areas, ring, B, H, SHAPE)
-    if signals.end_call(link.signal_ptrs, rank, generation):
-        size = tl.cast(B, tl.int64) * SHAPE.head_dim
-        signals.spoil(dq_ptr, size * H * queries.n)
-        m = rows_of(table_ptr, rank, SHAPE)
-        signals.spoil(dk_ptr, size * keys.H_KV * m)
-        signals.spoil(dv_ptr, size * keys.H_KV * m)
+            add_up_dkv(dk_ptr, dv_ptr, call, ring, SHAPE)
+    if signals.end_call(link.signal_ptrs, rank, ring.generation):
+        spoil_gradients(dq_ptr, dk_ptr, dv_ptr, queries, B, ring, SHAPE)
 
 
 def launch_head_attention_backward(
@@ -246,54 +194,30 @@ def launch_head_attention_backward(
     Returns:
         dq (B, H, n, D), dk and dv (B, H_kv, m, D), contiguous, dtype of q.
     """
-    q, k, v, out, lse, grad_out, grad_lse = saved
-    B, H, n, D = q.shape
+    q, k, lse = saved.q, saved.k, saved.lse
+    B, H, _, D = q.shape
     W, H_kv = ws.world_size, k.shape[1]
     config = config or head_grad_config(
         B * H, B * H_kv, max(geometry.q_sizes), D, q.dtype, W, chip_of(q.device)
     )
-    heads = heads_at(ws.rank, H, W)
-    of_keys = kv_range(heads, H, H_kv)
-    k, v = contiguous_rows(k, v)
-    table, sees, seen_by = tables(geometry, ws.rank, q.device, all_queries=True)
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
+    heads = head_units.heads_at(ws.rank, H, W)
     tokens = 2 * B * len(heads) * sum(geometry.q_sizes)
+    queries = temporary(q.new_empty(tokens * ring_call.pitch_of(D, q.dtype)))
+    pieces = queries, temporary(lse.new_empty(tokens))
     most = range(-(-H // W))  # heads of a rank
-    _, at_q, at_dout, at_lse, at_delta, at_dq, at_parts, _ = offsets_of(_area_bytes(q, k, geometry))
-    _head_attention_backward_kernel[(config.programs,)](
-        dq,
-        dk,
-        dv,
-        out,
-        None if grad_lse is None else grad_lse.contiguous(),
-        Queries(heads_of(contiguous_rows(q)), heads_of(contiguous_rows(grad_out)), lse, None, H, n),
-        Fetched(
-            q.new_empty(tokens * pitch_of(D, q.dtype)),
-            lse.new_empty(tokens),
-            heads.start,
-            len(heads),
-        ),
-        keys_of(k, v, geometry, of_keys),
-        Areas(
-            at_q,
-            at_dout,
-            at_lse,
-            at_delta,
-            at_dq,
-            at_parts,
-            max(geometry.k_sizes),
-            stagger_of(geometry.q_spans, B * len(most), config.dq_m),
-            stagger_of(geometry.k_spans, B * len(kv_range(most, H, H_kv)), config.dkv_n),
-        ),
-        sees,
-        seen_by,
-        table,
-        link_of(ws),
-        B,
-        scale,
-        ws.rank,
-        SHAPE=shape_for(k, geometry, config),
-        **config.options,
+    offsets = head_units.offsets_of(_area_bytes(q, k, geometry))
+    _, at_q, at_dout, at_lse, at_delta, at_dq, at_parts, _ = offsets
+    stagger = head_units.stagger_of(geometry.q_spans, B * len(most), config.dq_m)
+    kv_stagger = head_units.stagger_of(
+        geometry.k_spans, B * len(head_units.kv_range(most, H, H_kv)), config.dkv_n
     )
-    return dq, dk, dv
+    areas = GradAreas(
+        at_q, at_dout, at_lse, at_delta, at_dq, at_parts, max(geometry.k_sizes), stagger,
+        kv_stagger,
+    )  # fmt: skip
+    given = given_to_gradients(saved, None)
+    own = *given, Fetched(*pieces, heads.start, len(heads)), areas
+    k, v = contiguous_rows(k, saved.v)
+    kernel, of_keys = _head_attention_backward_kernel, head_units.kv_range(heads, H, H_kv)
+    ring_call.launch(kernel, config, own, k, v, ws, geometry, scale, of_keys)
+    return given[:3]

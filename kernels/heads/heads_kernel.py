@@ -18,9 +18,8 @@ Protocol
   1. Copy programs publish keys and queries, signal, and fetch the keys of their rank's heads, as
      described in `ring_keys`. When a source's keys are here, its queries are too.
   2. The other programs make tiles of BLOCK_M queries of one head, as in `ring_kernel`, and send
-  them
-     to the tokens' owner, as described in `head_units`. The rank's own tokens come last, while the
-     other results travel.
+     them to the tokens' owner, as described in `head_units`. The rank's own tokens come last, while
+     the other results travel.
   3. They wait for what their namesakes on the peers have sent, and copy it to out and lse.
   4. The last program to finish sets GENERATION.
 
@@ -41,46 +40,13 @@ import triton.language as tl
 
 from weft.collectives import Group, Workspace, workspace
 from weft.collectives.device import signals
-from weft.collectives.memory.workspace import link_of
-from weft.kernels.device import tiles
 from weft.kernels.engine.chips import INTERPRETER, Chip, chip_of
-from weft.kernels.flash import ring_kernel
-from weft.kernels.flash.attention_tiles import LN_2, contiguous_rows, head_ptr, heads_of
+from weft.kernels.flash import ring_call, ring_kernel, ring_keys
+from weft.kernels.flash.attention_tiles import contiguous_rows, head_ptr, heads_of
 from weft.kernels.flash.geometry import Geometry
-from weft.kernels.flash.ring_call import (
-    Ring,
-    compute_program,
-    count_rows,
-    count_tiles,
-    keys_of,
-    shape_for,
-    shard_bytes,
-    tables,
-)
-from weft.kernels.flash.ring_kernel import RingConfig, attend
-from weft.kernels.flash.ring_keys import (
-    announce_results,
-    await_results,
-    fetch_keys,
-    no_arrivals,
-    publish_keys,
-    publish_rows,
-    signal_published,
-    wait_for_source,
-)
-from weft.kernels.heads.head_units import (
-    area_ptr,
-    collect_rows,
-    first_unit,
-    heads_at,
-    kv_range,
-    numbers_bytes,
-    offsets_of,
-    own_heads,
-    query_tile,
-    rows_bytes,
-    stagger_of,
-)
+from weft.kernels.flash.ring_kernel import RingConfig, attend, store_attention
+from weft.kernels.flash.ring_tables import count_rows, count_tiles
+from weft.kernels.heads import head_units
 
 
 def head_config(
@@ -107,14 +73,16 @@ class Areas(NamedTuple):
 
 
 def _area_bytes(q: torch.Tensor, k: torch.Tensor, geometry: Geometry) -> list[int]:
-    keys = shard_bytes(k.shape[0] * k.shape[1], max(geometry.k_sizes), k.shape[3], k.dtype)
-    rows = rows_bytes(q, geometry)
-    return [keys, rows, rows, numbers_bytes(q, geometry)]
+    keys = ring_call.shard_bytes(
+        k.shape[0] * k.shape[1], max(geometry.k_sizes), k.shape[3], k.dtype
+    )
+    rows = head_units.rows_bytes(q, geometry)
+    return [keys, rows, rows, head_units.numbers_bytes(q, geometry)]
 
 
 def workspace_for(q: torch.Tensor, k: torch.Tensor, group: Group, geometry: Geometry) -> Workspace:
     """The group's workspace with room for the largest shard of all."""
-    nbytes = offsets_of(_area_bytes(q, k, geometry))[-1]
+    nbytes = head_units.offsets_of(_area_bytes(q, k, geometry))[-1]
     return workspace(group, nbytes, channel="heads", device=q.device)
 
 
@@ -123,13 +91,12 @@ def _head_attention_kernel(
     out_ptr,  # (B, H, n, D)
     lse_ptr,  # (B, H, n) fp32
     q,  # Heads, (B, H, n, D)
-    keys,  # Keys
-    sees,  # Sight of the queries
+    H,
     areas,  # Areas
-    table_ptr,
+    keys,  # Keys
+    tables,  # Tables
     link,
     B,
-    H,
     scale,
     rank,
     SHAPE: tl.constexpr,
@@ -140,8 +107,7 @@ def _head_attention_kernel(
     has head 0: of the tokens of rank 1, program 1 makes 80 .. 95 and program 2 makes 48 .. 79; then
     of its own, 32 .. 47 and 0 .. 31. Programs 1 and 2 of rank 1 bring it the same of head 1.
     """
-    generation = signals.begin_call(link.signal_ptrs, rank)
-    ring = Ring(link, table_ptr, rank, generation, keys, sees, scale)
+    ring = ring_call.begin_ring(keys, tables, link, scale, rank)
     D: tl.constexpr = SHAPE.head_dim
     PITCH: tl.constexpr = SHAPE.pitch
     SPANS: tl.constexpr = SHAPE.spans
@@ -149,56 +115,47 @@ def _head_attention_kernel(
     BLOCK_M: tl.constexpr = SHAPE.config.block_m
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if tl.program_id(0) < SHAPE.config.copy_programs:
-        publish_keys(ring, SHAPE)
-        shown = area_ptr(ring, rank, areas.q, dtype)
-        publish_rows(shown, q, H, B * H, count_rows(table_ptr, rank, SPANS), SHAPE)
-        signal_published(ring, SHAPE)
-        fetch_keys(ring, SHAPE)
+        ring_keys.publish_keys(ring, SHAPE)
+        shown = ring_call.area_ptr(ring, rank, areas.q, dtype)
+        ring_keys.publish_rows(shown, q, H, B * H, count_rows(ring.table, rank, SPANS), SHAPE)
+        ring_keys.signal_published(ring, SHAPE)
+        ring_keys.fetch_keys(ring, SHAPE)
     else:
-        first, last = own_heads(rank, H, SHAPE)
-        programs = compute_program(SHAPE)[1]
-        arrivals = no_arrivals(SHAPE) | 1  # the rank's own keys and queries are here
+        first, last = head_units.own_heads(rank, H, SHAPE)
+        programs = ring_call.compute_program(SHAPE)[1]
+        arrivals = ring_keys.no_arrivals(SHAPE) | 1  # the rank's own keys and queries are here
         for step in range(1, WORLD_SIZE + 1):
             owner = (rank + step) % WORLD_SIZE
-            n = count_rows(table_ptr, owner, SPANS)
-            count = count_tiles(table_ptr, owner, SPANS, BLOCK_M)
-            begin = first_unit(first * B * count, owner * areas.stagger, SHAPE)
+            n = count_rows(ring.table, owner, SPANS)
+            count = count_tiles(ring.table, owner, SPANS, BLOCK_M)
+            begin = head_units.first_unit(first * B * count, owner * areas.stagger, SHAPE)
             for unit in range(begin, last * B * count, programs):
-                arrivals = wait_for_source(arrivals, step % WORLD_SIZE, ring, SHAPE)
-                head, batch, position, row, length = query_tile(
-                    unit, owner, B, count, ring, SHAPE, BLOCK_M
+                arrivals = ring_keys.wait_for_source(arrivals, step % WORLD_SIZE, ring, SHAPE)
+                head, tile, at = head_units.query_tile(
+                    unit, owner, B, H, n, count, ring, SHAPE, BLOCK_M
                 )
-                at = tl.cast(batch * H + head, tl.int64) * n
-                kv_head = tl.cast(head // (H // keys.H_KV), tl.int64)
-                batch, head = tl.cast(batch, tl.int64), tl.cast(head, tl.int64)
                 if owner == rank:
-                    q_ptr, stride = head_ptr(q, batch, head), tl.cast(q.stride_m, tl.int32)
+                    q_ptr = head_ptr(q, head.batch, head.q)
+                    stride = tl.cast(q.stride_m, tl.int32)
                 else:
-                    q_ptr = area_ptr(ring, owner, areas.q, dtype) + at * PITCH
+                    q_ptr = ring_call.area_ptr(ring, owner, areas.q, dtype) + at * PITCH
                     stride = tl.cast(PITCH, tl.int32)
-                arrivals, out, lse = attend(
-                    arrivals, q_ptr, stride, position, row, length, batch, kv_head, ring, SHAPE,
-                )  # fmt: skip
-                if owner == rank:
-                    out_rows, numbers = out_ptr + at * D, lse_ptr + at
-                    pitch = tl.cast(D, tl.int32)
-                else:
-                    out_rows = area_ptr(ring, owner, areas.out, dtype) + at * PITCH
-                    numbers = area_ptr(ring, owner, areas.lse, tl.float32) + at
-                    pitch = tl.cast(PITCH, tl.int32)
-                rows, stop = row + tl.arange(0, BLOCK_M), row + length
-                tiles.store(out_rows, out, row, 0, stop, D, pitch, 1)
-                tl.store(numbers + rows, lse * LN_2, mask=rows < stop)
+                arrivals, out, lse = attend(arrivals, q_ptr, stride, tile, head, ring, SHAPE)
+                rows, pitch = head_units.place_of_results(
+                    out_ptr, areas.out, owner, at, D, PITCH, ring
+                )
+                numbers, _ = head_units.place_of_results(lse_ptr, areas.lse, owner, at, 1, 1, ring)
+                store_attention(rows, pitch, numbers, out, lse, tile, SHAPE)
             if step < WORLD_SIZE:
-                announce_results(arrivals, ring, owner, SHAPE)
-        if await_results(ring, SHAPE):
-            brought = area_ptr(ring, rank, areas.out, dtype)
-            numbers = area_ptr(ring, rank, areas.lse, tl.float32)
-            collect_rows(
+                ring_keys.announce_results(arrivals, ring, owner, SHAPE)
+        if ring_keys.await_results(ring, SHAPE):
+            brought = ring_call.area_ptr(ring, rank, areas.out, dtype)
+            numbers = ring_call.area_ptr(ring, rank, areas.lse, tl.float32)
+            head_units.collect_rows(
                 out_ptr, brought, lse_ptr, numbers, ring, B, H, areas.stagger, SHAPE, BLOCK_M
             )
-    if signals.end_call(link.signal_ptrs, rank, generation):
-        n = tl.cast(count_rows(table_ptr, rank, SPANS), tl.int64)
+    if signals.end_call(link.signal_ptrs, rank, ring.generation):
+        n = tl.cast(count_rows(ring.table, rank, SPANS), tl.int64)
         signals.spoil(out_ptr, B * H * n * D)
         signals.spoil(lse_ptr, B * H * n)
 
@@ -228,27 +185,12 @@ def launch_head_attention(
     config = config or head_config(
         B * H, B * k.shape[1], max(geometry.q_sizes), D, q.dtype, W, chip_of(q.device)
     )
-    heads = heads_at(ws.rank, H, W)
     k, v = contiguous_rows(k, v)
-    table, sees, _ = tables(geometry, ws.rank, q.device, all_queries=True)
-    _, at_q, at_out, at_lse, _ = offsets_of(_area_bytes(q, k, geometry))
-    stagger = stagger_of(geometry.q_spans, B * -(-H // W), config.block_m)
+    _, at_q, at_out, at_lse, _ = head_units.offsets_of(_area_bytes(q, k, geometry))
+    stagger = head_units.stagger_of(geometry.q_spans, B * -(-H // W), config.block_m)
     out = torch.empty((B, H, n, D), dtype=q.dtype, device=q.device)
     lse = torch.empty((B, H, n), dtype=torch.float32, device=q.device)
-    _head_attention_kernel[(config.programs,)](
-        out,
-        lse,
-        heads_of(contiguous_rows(q)),
-        keys_of(k, v, geometry, kv_range(heads, H, k.shape[1])),
-        sees,
-        Areas(at_q, at_out, at_lse, stagger),
-        table,
-        link_of(ws),
-        B,
-        H,
-        scale,
-        ws.rank,
-        SHAPE=shape_for(k, geometry, config),
-        **config.options,
-    )
+    given = out, lse, heads_of(contiguous_rows(q)), H, Areas(at_q, at_out, at_lse, stagger)
+    of_keys = head_units.kv_range(head_units.heads_at(ws.rank, H, W), H, k.shape[1])
+    ring_call.launch(_head_attention_kernel, config, given, k, v, ws, geometry, scale, of_keys)
     return out, lse

@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
-from weft.collectives import Group, all_reduce, resolve
+from weft.collectives import all_reduce, resolve
 from weft.collectives.memory.exchange import check_shards
 from weft.collectives.ranks.group import GroupLike, check_untransformed, is_traced
 from weft.kernels.engine.autocast import autocast, outside_autocast
 from weft.kernels.engine.fp8 import magnitudes, quantized, scaled_products, scaling_of
 from weft.kernels.engine.local_matmul import WeightGrad, as_rows, conjugated, matmul
-from weft.kernels.layers.module import REQUIRED, ParallelModule, Split, chosen
+from weft.kernels.layers.module import REQUIRED, ParallelModule, chosen
+from weft.kernels.layers.split import GatheredFeatures, Scattered, Shared, Split
 from weft.kernels.matmul.all_gather import all_gather_matmul
 from weft.kernels.matmul.all_reduce import matmul_all_reduce
 from weft.kernels.matmul.reduce_scatter import matmul_reduce_scatter
@@ -306,8 +307,8 @@ class ColumnParallelLinear(_ParallelLinear):
         _check_untransformed()
         weight, bias, split, group = self.weight, self.bias, self.split, self.group
         if max(split.copies) > 1 and torch.is_grad_enabled():
-            weight = _Shared.apply(weight, split, group)
-            bias = None if bias is None else _Shared.apply(bias, split, group)
+            weight = Shared.apply(weight, split, group)
+            bias = None if bias is None else Shared.apply(bias, split, group)
         scales: dict[str, Any] = {}
         y: torch.Tensor
         dim = self.sequence_dim
@@ -325,7 +326,7 @@ class ColumnParallelLinear(_ParallelLinear):
         else:
             y = _of_whole_input(x, weight, bias, group)
         if self.gather_output:
-            y = _Gathered.apply(y, split, group)
+            y = GatheredFeatures.apply(y, split, group)
         return y
 
 
@@ -358,7 +359,7 @@ class RowParallelLinear(_ParallelLinear):
                 f"{not self.input_is_parallel} returns them, got {tuple(x.shape)}"
             )
         if not self.input_is_parallel:
-            x = _Scattered.apply(x, self.split, self.group)
+            x = Scattered.apply(x, self.split, self.group)
         options: dict[str, Any] = {"bias": self.bias}
         if self.weight_scale is not None:
             x, scales = _quantized_input(x, self.weight_scale)
@@ -431,55 +432,3 @@ class _WholeInput(torch.autograd.Function):
             grad.add(*rows)
             dw = grad.result()
         return dx, dw, None
-
-
-class _Gathered(torch.autograd.Function):
-    """All ranks' features, for ranks that all do the same with them: gradients are not summed."""
-
-    @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, split: Split, group: Group) -> torch.Tensor:
-        ctx.where = split, group
-        return split.whole(y, -1, group)
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _Scattered.apply(dy, *ctx.where), None, None
-
-
-class _Scattered(torch.autograd.Function):
-    """This rank's features of a value that is the same on all ranks, each on one rank only."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, split: Split, group: Group) -> torch.Tensor:
-        ctx.where = split, group
-        return split.first_copies(split.own(x, -1, group.rank), group.rank)
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _Gathered.apply(dy, *ctx.where), None, None
-
-
-class _Shared(torch.autograd.Function):
-    """A replicated parameter: its gradient is the sum of those of its copies."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, split: Split, group: Group) -> torch.Tensor:
-        ctx.where = split, group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _Summed.apply(grad, *ctx.where), None, None
-
-
-class _Summed(torch.autograd.Function):
-    """The sum of all copies, on each of them: its own adjoint."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: torch.Tensor, split: Split, group: Group) -> torch.Tensor:
-        ctx.where = split, group
-        return split.summed(grad, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _Summed.apply(grad, *ctx.where), None, None

@@ -25,7 +25,8 @@ from weft.collectives.ranks.group import GroupLike, is_call_traced, process_grou
 from weft.kernels.engine.autocast import outside_autocast
 from weft.kernels.engine.local_matmul import on_cpu
 from weft.kernels.engine.replicated import Spread, Summed
-from weft.kernels.layers.module import REQUIRED, ParallelModule, Split, chosen
+from weft.kernels.layers.module import REQUIRED, ParallelModule, chosen
+from weft.kernels.layers.split import Split
 
 
 class VocabParallelEmbedding(ParallelModule):

@@ -53,19 +53,19 @@ import triton.language as tl
 
 from weft.collectives.device import signals
 from weft.kernels.device import gathers, splits, tiles
-from weft.kernels.device.epilogues import Activation
 from weft.kernels.device.gathered_rows import own_shard, rows_of_tile, wait_for_rows
 from weft.kernels.device.outputs import finish_tile
 from weft.kernels.engine.chips import Tiling
+from weft.kernels.engine.epilogues import Activation
 
 
 @dataclass(frozen=True)
-class Variant:
+class GatherVariant:
     """What the kernel is compiled for.
 
     Attributes:
         weights: how many.
-        activation: see `weft.kernels.device.epilogues`; swiglu makes one output of two weights.
+        activation: see `weft.kernels.engine.epilogues`; swiglu makes one output of two weights.
         half_tiles: tiles of half the columns.
         tiles: tiles of the matmul.
         fetch: how shards are fetched.
@@ -172,7 +172,7 @@ def ag_gemm_kernel(
     chunk_rows,
     rank,
     halved,  # how many tiles are made in halves
-    V: tl.constexpr,  # Variant
+    V: tl.constexpr,  # GatherVariant
 ) -> None:
     """y_i = activation(gathered @ w_i + bias_i) for all i. Grid: copy programs and at least one.
 

@@ -14,10 +14,10 @@ from itertools import accumulate
 
 import torch
 
+from weft.collectives.device.launches import launching, temporary
 from weft.collectives.memory.workspace import Workspace, link_of
 from weft.collectives.ranks.pad import MAX_PROGRAMS
 from weft.kernels.device import gathers, splits
-from weft.kernels.device.epilogues import Activation
 from weft.kernels.device.operands import contiguous, described_weights, matrix, scales_of
 from weft.kernels.device.outputs import Outputs
 from weft.kernels.engine import tuning
@@ -29,9 +29,10 @@ from weft.kernels.engine.chips import (
     gathers_by_copy_engines,
     tiling_for,
 )
+from weft.kernels.engine.epilogues import Activation
 from weft.kernels.engine.fp8 import Scaling
 from weft.kernels.matmul import copy_engines
-from weft.kernels.matmul.all_gather_kernel import Variant, ag_gemm_kernel
+from weft.kernels.matmul.all_gather_kernel import GatherVariant, ag_gemm_kernel
 
 # The most that all programs together read directly over the link rather than from a copy made once:
 # at 450 GB/s that takes about the 3 us that the copy costs in signals.
@@ -257,7 +258,7 @@ def launch_all_gather_matmul(
             `config.copy_engines`.
         sizes: m_r of every rank, the same list on all ranks.
         biases: (N_i,) or None for each weight.
-        activation: see `weft.kernels.device.epilogues`; "swiglu" makes one y of two weights.
+        activation: see `weft.kernels.engine.epilogues`; "swiglu" makes one y of two weights.
         keep_sums: also return the activation's arguments.
         with_own: also copy this rank's rows into the gathered matrix, where they else are
             undefined.
@@ -278,7 +279,8 @@ def launch_all_gather_matmul(
     gathered = scales = None
     if not config.direct:
         gathered = x.new_empty(M, K)
-        scales = torch.empty(M, dtype=torch.float32, device=x.device) if scaling else None
+        if scaling:
+            scales = temporary(torch.empty(M, dtype=torch.float32, device=x.device))
     if config.copy_engines and not gathers.in_place(x):
         x = x.contiguous()
     # Triton's launcher takes no descriptors in a tuple.
@@ -293,7 +295,7 @@ def launch_all_gather_matmul(
     # Every part of every chunk of a shard needs its own word of the pad.
     chunk_rows = max(config.chunk_rows, -(-max(sizes) // (MAX_PROGRAMS // parts)))
     scales_at = gathers.scales_offset(max(sizes), K, x.dtype)
-    variant = Variant(
+    variant = GatherVariant(
         weights=len(weights),
         activation=activation,
         half_tiles=half,
@@ -322,7 +324,7 @@ def launch_all_gather_matmul(
             shown, x_scales = x[:0] if unread else x, scales_of(row_scales)
             block = config.copy_m, config.copy_n
             gathers.publish(shown, ws, pitch, config.programs, *block, x_scales, scales_at)
-        ag_gemm_kernel[(config.programs,)](
+        launching(ag_gemm_kernel, config.programs)(
             Outputs(
                 tuple(ys),
                 tuple(sums) if keep_sums else None,

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 import torch
 
-from weft.collectives import exchange
+from weft.collectives import exchange, workspace
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
 from weft.collectives.ranks.group import GroupLike
 from weft.kernels.engine.autocast import autocast
@@ -31,10 +31,10 @@ from weft.kernels.engine.local_matmul import SumOp, WeightGrad, matmul, mm, part
 from weft.kernels.engine.replicated import Spread
 from weft.kernels.engine.shards import reduce_rows
 from weft.kernels.matmul.fused_sum import (
-    Call,
     FusedSum,
     Gradients,
     Operands,
+    SumCall,
     SumFunction,
     summed_reference,
 )
@@ -90,7 +90,7 @@ class _MatmulAllReduce(SumFunction):
 
 
 def _gradients(
-    call: Call, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, needs: Sequence[bool]
+    call: SumCall, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, needs: Sequence[bool]
 ) -> Gradients:
     needs_x, needs_w, needs_b = needs
     dx = dw = None
@@ -108,7 +108,7 @@ def _gradients(
     return dx, dw, dy.sum(0) if needs_b else None
 
 
-def _host_forward(call: Call, given: Operands) -> torch.Tensor:
+def _host_forward(call: SumCall, given: Operands) -> torch.Tensor:
     x, w, bias, residual = given
     group, average, scaling, dtype = call.group, call.average, call.scaling, call.dtype
     M, N, wire = x.shape[0], w.shape[1], sum_dtype(x)
@@ -144,15 +144,24 @@ def _host_forward(call: Call, given: Operands) -> torch.Tensor:
         return ex.result(y)
 
 
-def _triton_forward(call: Call, given: Operands) -> torch.Tensor:
+def _triton_forward(call: SumCall, given: Operands) -> torch.Tensor:
     from weft.kernels.matmul import two_shot_kernel as kernel
 
     x, w, bias, residual = given
-    ws = kernel.workspace_for(x, w, call.group, call.dtype)
-    with ws.call(OP.name):
-        return kernel.launch_matmul_all_reduce(
+    plan = call.plan
+    if plan.room < 0:
+        plan.room = kernel.room_for(x, w, call.group.world_size, call.dtype)
+    ws = workspace(call.group, plan.room, channel="scatter", device=x.device)
+
+    def launched() -> list[torch.Tensor]:
+        y = kernel.launch_matmul_all_reduce(
             x, w, ws, bias=bias, residual=residual, scale=call.scale, scaling=call.scaling
         )
+        return [y]
+
+    with ws.call(OP.name):
+        (y,) = ws.repeat(plan, [*given, *call.scales], launched)
+    return y
 
 
 OP = FusedSum("matmul_all_reduce", _MatmulAllReduce, _host_forward, _triton_forward, _gradients)

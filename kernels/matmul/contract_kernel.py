@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 
 from weft.collectives.device import signals
+from weft.collectives.device.launches import launching, layouts_of
 from weft.collectives.memory.workspace import Workspace, link_of
 from weft.kernels.device import gathers, tiles
 from weft.kernels.device.gathered_rows import own_shard
@@ -72,7 +73,7 @@ def contract_config(
 
 
 @dataclass(frozen=True)
-class Variant:
+class ContractVariant:
     """What the kernel is compiled for.
 
     Attributes:
@@ -104,7 +105,7 @@ def _ag_gemm_contract_kernel(
     pitch,
     chunk_rows,
     rank,
-    V: tl.constexpr,  # Variant
+    V: tl.constexpr,  # ContractVariant
 ) -> None:
     """y = sum over ranks, in rank order, of x_r^T @ (its rows of w).
 
@@ -193,7 +194,7 @@ def launch_all_gather_contract(
     # By descriptor, the last step of a shard would read the next one's rows of w, not zeros.
     (w_desc, _), w_transposed = described_weights([w], tiling, config.descriptors and even_k)
     gathers.publish(x, ws, pitch, config.programs, config.copy_m, config.copy_n)
-    _ag_gemm_contract_kernel[(config.programs,)](
+    launching(_ag_gemm_contract_kernel, config.programs)(
         matrix(out),
         gathers.Rows(gathered, None),
         matrix(x),
@@ -207,7 +208,7 @@ def launch_all_gather_contract(
         # A tile reads whole shards: large chunks, one a copy program.
         max(1, -(-max(sizes) // config.copy_programs)),
         ws.rank,
-        V=Variant(
+        V=ContractVariant(
             tiles=tiling,
             fetch=gathers.Fetch(W, config.copy_programs, config.copy_m, config.copy_n, with_own),
             x_in_place=gathers.in_place(x),
@@ -217,3 +218,29 @@ def launch_all_gather_contract(
         **tiling.options,
     )
     return gathered, out
+
+
+def contracted(
+    op: str,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    ws: Workspace,
+    sizes: Sequence[int],
+    out: torch.Tensor,
+    *,
+    with_own: bool = False,
+) -> torch.Tensor:
+    """`launch_all_gather_contract` into `out` as a call of `op`, or its launches of before.
+
+    Returns:
+        the gathered matrix.
+    """
+
+    def launched() -> list[torch.Tensor]:
+        return [launch_all_gather_contract(x, w, ws, sizes, out=out, with_own=with_own)[0]]
+
+    operands = x, w, out
+    with ws.call(op):
+        key = op, *sizes, with_own, layouts_of(operands)
+        (gathered,) = ws.repeat(key, operands, launched)
+    return gathered

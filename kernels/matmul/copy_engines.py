@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 
 from weft.collectives.device import signals, stream_signals
+from weft.collectives.device.launches import launching
 from weft.collectives.memory.exchange import exchange_on
 from weft.collectives.memory.workspace import Workspace, link_of
 from weft.collectives.ranks.chunks import offsets
@@ -58,7 +59,7 @@ def _announce_kernel(link, rank, peer, chunk, next_peer, WORLD_SIZE: tl.constexp
 
 def announce(ws: Workspace, peer: int, chunk: int, next_peer: int) -> None:
     """Enqueue `_announce_kernel`."""
-    _announce_kernel[(1,)](
+    launching(_announce_kernel, 1)(
         link_of(ws), ws.rank, peer, chunk, next_peer, WORLD_SIZE=ws.world_size, num_warps=1
     )
 

@@ -40,6 +40,7 @@ import triton.language as tl
 
 from weft.collectives import Workspace
 from weft.collectives.device import signals
+from weft.collectives.device.launches import launching
 from weft.collectives.memory.workspace import link_of
 from weft.kernels.device import partial_sums, splits, summed_tiles, tiles
 from weft.kernels.device.summed_tiles import Products, SumConfig, slot_bytes, tile_count
@@ -193,6 +194,6 @@ def launch(
     M, N = x.shape[0], products.weights[0].shape[1]
     given, variant = products.arguments(ws, config, out.dtype, split=config.split)
     scratch = splits.scratch_for(tile_count(M, N, tiling), config.split, x, tiling)
-    _gemm_one_shot_kernel[(config.programs,)](
+    launching(_gemm_one_shot_kernel, config.programs)(
         out, *given, scratch, link_of(ws), offsets, M, N, ws.rank, V=variant, **tiling.options
     )

@@ -25,7 +25,8 @@ from typing import NamedTuple
 
 import torch
 
-from weft.collectives import Group, all_gather, exchange
+from weft.collectives import Group, all_gather, exchange, workspace
+from weft.collectives.device.launches import layouts_of
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
 from weft.collectives.ranks.group import GroupLike
 from weft.kernels.engine import shards
@@ -41,15 +42,15 @@ from weft.kernels.engine.local_matmul import (
     sum_dtype,
 )
 from weft.kernels.engine.replicated import Summed
-from weft.kernels.matmul.all_gather import gather_workspace
 from weft.kernels.matmul.fused_sum import (
-    Call,
     FusedSum,
     Gradients,
     Operands,
+    SumCall,
     SumFunction,
     summed_reference,
 )
+from weft.kernels.matmul.gather_engines import gather_workspace
 
 
 @autocast
@@ -98,7 +99,7 @@ def matmul_reduce_scatter(
     return OP.run(x, w, group, scatter_dim, bias, residual, reduce_op, scale_a, scale_b, out_dtype)
 
 
-class Gradient(NamedTuple):
+class ScatterGradient(NamedTuple):
     """What a backward is given: x (M, K_r) and w (K_r, N) as in forward, dy of this rank's rows."""
 
     x: torch.Tensor
@@ -120,21 +121,21 @@ class _MatmulReduceScatter(SumFunction):
 
 
 def _gradients(
-    call: Call, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, needs: Sequence[bool]
+    call: SumCall, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, needs: Sequence[bool]
 ) -> Gradients:
     record_backward(OP.name, call.engine, call.group, "all_gather")
-    given = Gradient(x, w, dy.contiguous(), call.group, call.rows, call.average, needs)
+    given = ScatterGradient(x, w, dy.contiguous(), call.group, call.rows, call.average, needs)
     if torch.is_grad_enabled():
         return _differentiable_backward(given)
     return run_backward(call.engine, given)
 
 
-def run_backward(engine: RunnableEngine, given: Gradient) -> Gradients:
+def run_backward(engine: RunnableEngine, given: ScatterGradient) -> Gradients:
     """The gradients that are needed, by a fused engine."""
     return _host_backward(given) if engine == "host" else _triton_backward(given)
 
 
-def _host_forward(call: Call, given: Operands) -> torch.Tensor:
+def _host_forward(call: SumCall, given: Operands) -> torch.Tensor:
     x, w, bias, residual = given
     group, rows, nbytes = call.group, call.rows, x.shape[0] * w.shape[1] * sum_dtype(x).itemsize
     with exchange(group, nbytes, OP.name, x.device, channel="host scatter") as ex:
@@ -146,7 +147,7 @@ def _host_forward(call: Call, given: Operands) -> torch.Tensor:
         return ex.result(y)
 
 
-def _host_backward(given: Gradient) -> Gradients:
+def _host_backward(given: ScatterGradient) -> Gradients:
     x, w, dy, group, rows, _, (needs_x, needs_w, needs_b) = given
     dx = None
     accumulator = sum_dtype(w)
@@ -180,19 +181,28 @@ def _host_backward(given: Gradient) -> Gradients:
     return dx, dw, db
 
 
-def _triton_forward(call: Call, given: Operands) -> torch.Tensor:
+def _triton_forward(call: SumCall, given: Operands) -> torch.Tensor:
     from weft.kernels.matmul import reduce_scatter_kernel as kernel
 
     x, w, bias, residual = given
-    ws = kernel.workspace_for(x, w, call.group, call.rows, call.dtype)
-    with ws.call(OP.name):
-        return kernel.launch_matmul_reduce_scatter(
+    plan = call.plan
+    if plan.room < 0:
+        plan.room = kernel.room_for(x, w, call.group.world_size, call.rows, call.dtype)
+    ws = workspace(call.group, plan.room, channel="scatter", device=x.device)
+
+    def launched() -> list[torch.Tensor]:
+        y = kernel.launch_matmul_reduce_scatter(
             [x], [w], ws, call.rows,
             bias=bias, residual=residual, scale=call.scale, scaling=call.scaling,
         )  # fmt: skip
+        return [y]
+
+    with ws.call(OP.name):
+        (y,) = ws.repeat(plan, [*given, *call.scales], launched)
+    return y
 
 
-def _triton_backward(given: Gradient) -> Gradients:
+def _triton_backward(given: ScatterGradient) -> Gradients:
     from weft.kernels.matmul import all_gather_launch, contract_kernel
 
     x, w, dy, group, rows, _, (needs_x, needs_w, needs_b) = given
@@ -208,26 +218,28 @@ def _triton_backward(given: Gradient) -> Gradients:
     ws = gather_workspace(own, group, rows, by_engines)
     dw = torch.empty_like(w) if needs_w else None
     if needs_x or needs_b:
-        with ws.call(op):
+
+        def launched() -> list[torch.Tensor]:
             made = all_gather_launch.launch_all_gather_matmul(
                 own, [w.t()], ws, rows, with_own=whole, config=config
             )
-        (dx,), gathered = made.ys, made.matrix
+            return made.ys if made.matrix is None else [*made.ys, made.matrix]
+
+        with ws.call(op):
+            key = op, *rows, whole, config, layouts_of((own, w))
+            dx, *gathered = ws.repeat(key, (own, w), launched)
         if dw is not None:
-            assert gathered is not None
-            mm(x.t(), gathered, out=dw)
+            mm(x.t(), gathered[0], out=dw)
     elif dw is not None:
         # dw = x^T @ gathered, as the transpose of the product that the kernel gathers for.
-        with ws.call(op):
-            contract_kernel.launch_all_gather_contract(own, x, ws, rows, out=dw.t())
+        contract_kernel.contracted(op, own, x, ws, rows, dw.t())
     if needs_b:
-        assert gathered is not None
-        db = gathered.sum(0, dtype=torch.float32)
+        db = gathered[0].sum(0, dtype=torch.float32)
         db = (db * divisor).to(w.dtype)
     return dx if needs_x else None, dw, db
 
 
-def _differentiable_backward(given: Gradient) -> Gradients:
+def _differentiable_backward(given: ScatterGradient) -> Gradients:
     """The same by ops that are differentiable themselves."""
     x, w, dy, group, rows, average, (needs_x, needs_w, needs_b) = given
     whole = all_gather(dy / group.world_size if average else dy, group, sizes=rows)

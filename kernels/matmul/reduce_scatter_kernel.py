@@ -61,6 +61,7 @@ import triton.language as tl
 
 from weft.collectives import Group, Workspace, workspace
 from weft.collectives.device import signals
+from weft.collectives.device.launches import launching
 from weft.collectives.memory.workspace import check_room, link_of
 from weft.kernels.device import partial_sums, summed_tiles, tiles, turns
 from weft.kernels.device.summed_tiles import Products, SumConfig, slot_bytes, tile_count
@@ -112,13 +113,20 @@ def workspace_bytes(
     return world_size * slot_bytes(count, config.tiling, out_dtype)
 
 
+def room_for(
+    x: torch.Tensor, w: torch.Tensor, world_size: int, sizes: Sequence[int], out_dtype: torch.dtype
+) -> int:
+    """`workspace_bytes` for x (M, K) @ w (K, N) in chunks of `sizes` rows."""
+    chunk, N = max(sizes), w.shape[1]
+    config = reduce_scatter_config(chunk, N, x.dtype, world_size, chip_of(x.device))
+    return workspace_bytes(chunk, N, out_dtype, world_size, config)
+
+
 def workspace_for(
     x: torch.Tensor, w: torch.Tensor, group: Group, sizes: Sequence[int], out_dtype: torch.dtype
 ) -> Workspace:
-    """The group's workspace, with room for x (M, K) @ w (K, N) in chunks of `sizes` rows."""
-    chunk, N, W = max(sizes), w.shape[1], group.world_size
-    config = reduce_scatter_config(chunk, N, x.dtype, W, chip_of(x.device))
-    nbytes = workspace_bytes(chunk, N, out_dtype, W, config)
+    """The group's workspace, with `room_for` them."""
+    nbytes = room_for(x, w, group.world_size, sizes, out_dtype)
     return workspace(group, nbytes, channel="scatter", device=x.device)
 
 
@@ -253,7 +261,7 @@ def launch_matmul_reduce_scatter(
         # With a loop for each term and four stages, the widest tiles spill 24 bytes.
         options["num_stages"] = min(options["num_stages"], 3)
     given, variant = products.arguments(ws, config, out.dtype, row_starts=offsets)
-    _gemm_rs_kernel[(config.programs,)](
+    launching(_gemm_rs_kernel, config.programs)(
         out, *given, link_of(ws), offsets, N, chunk, ws.rank, V=variant, SENDERS=config.senders,
         **options,
     )  # fmt: skip

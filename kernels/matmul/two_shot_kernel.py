@@ -42,8 +42,9 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.collectives import Group, Workspace, workspace
+from weft.collectives import Workspace
 from weft.collectives.device import signals
+from weft.collectives.device.launches import launching
 from weft.collectives.memory.workspace import check_room, link_of
 from weft.kernels.device import partial_sums, summed_tiles, tiles
 from weft.kernels.device.summed_tiles import Products, SumConfig, slot_bytes, tile_count
@@ -107,14 +108,11 @@ def workspace_bytes(
     return world_size * slot_bytes(-(-count // world_size), tiling, out_dtype) + finished
 
 
-def workspace_for(
-    x: torch.Tensor, w: torch.Tensor, group: Group, out_dtype: torch.dtype
-) -> Workspace:
-    """The group's workspace, with room for the sum of x (M, K) @ w (K, N)."""
-    M, N, W = x.shape[0], w.shape[1], group.world_size
-    config = all_reduce_config(M, N, x.dtype, W, chip_of(x.device))
-    nbytes = workspace_bytes(M, N, out_dtype, W, config)
-    return workspace(group, nbytes, channel="scatter", device=x.device)
+def room_for(x: torch.Tensor, w: torch.Tensor, world_size: int, out_dtype: torch.dtype) -> int:
+    """`workspace_bytes` for the sum of x (M, K) @ w (K, N)."""
+    M, N = x.shape[0], w.shape[1]
+    config = all_reduce_config(M, N, x.dtype, world_size, chip_of(x.device))
+    return workspace_bytes(M, N, out_dtype, world_size, config)
 
 
 @triton.jit
@@ -249,7 +247,7 @@ def launch_matmul_all_reduce(
         one_shot_kernel.launch(out, products, ws, None, config)
         return out
     (terms, x_desc, w_desc, *_, finish), variant = products.arguments(ws, config, out.dtype)
-    _gemm_two_shot_kernel[(config.programs,)](
+    launching(_gemm_two_shot_kernel, config.programs)(
         out, terms, x_desc, w_desc, finish, link_of(ws), M, N, ws.rank, V=variant,
         **config.tiling.options,
     )  # fmt: skip

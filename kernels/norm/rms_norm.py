@@ -24,7 +24,9 @@ import torch
 
 from weft import settings
 from weft.collectives import Group, all_gather, reduce_scatter, resolve
+from weft.collectives.device.launches import layouts_of
 from weft.collectives.memory.exchange import note_call
+from weft.collectives.profiled import profiled
 from weft.collectives.ranks.chunks import chunk_sizes
 from weft.collectives.ranks.group import GroupLike, group_name, is_call_traced
 from weft.kernels.engine.autocast import outside_autocast
@@ -95,7 +97,7 @@ def reduce_scatter_rms_norm_all_gather(
     sizes = chunk_sizes(x.shape[dim], group.world_size)
     shape = (*x.shape[:dim], sizes[group.rank], *x.shape[dim + 1 :])
     check_residual(residual, shape, x.dtype, x.device)
-    call = Call(group, sizes, eps, dim)
+    call = NormCall(group, sizes, eps, dim)
     made = _ReduceNormGather.apply(call, _by_kernel(x, group), x, weight, residual)
     return made
 
@@ -141,7 +143,7 @@ def _inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
     return (x.square().mean(-1, keepdim=True) + eps).rsqrt()
 
 
-class Call(NamedTuple):
+class NormCall(NamedTuple):
     """One call, except for its tensors, which autograd must see.
 
     Attributes:
@@ -189,7 +191,7 @@ class _ReduceNormGather(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        call: Call,
+        call: NormCall,
         by_kernel: bool,
         x: torch.Tensor,
         weight: torch.Tensor | None,
@@ -210,7 +212,7 @@ class _ReduceNormGather(torch.autograd.Function):
 
 
 def _forward(
-    call: Call, x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None
+    call: NormCall, x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     h = reduce_scatter(x, call.group, dim=call.dim)
     if residual is not None:
@@ -221,8 +223,9 @@ def _forward(
     return all_gather(y, call.group, dim=call.dim, sizes=call.sizes), h
 
 
+@profiled(_OP)
 def _kernel_forward(
-    call: Call, x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None
+    call: NormCall, x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from weft.kernels.norm import rms_norm_launch as kernel
 
@@ -232,10 +235,15 @@ def _kernel_forward(
     rows = as_rows(front)
     kept = None if residual is None else as_rows(residual.movedim(call.dim, 0))
     ws = kernel.workspace_for(rows, share, group)
-    with ws.call(_OP):
-        y, h = kernel.launch_sum_rms_norm(
+
+    def launched() -> tuple[torch.Tensor, ...]:
+        return kernel.launch_sum_rms_norm(
             rows, ws, share, weight=weight, residual=kept, eps=call.eps
         )
+
+    operands = rows, weight, kept
+    with ws.call(_OP):
+        y, h = ws.repeat((_OP, share, call.eps, layouts_of(operands)), operands, launched)
     h = h.view(call.sizes[group.rank], *between, H)
     return y.view(front.shape).movedim(0, call.dim), h.movedim(0, call.dim)
 

@@ -43,7 +43,7 @@ from weft.collectives.device.device_math import either_ptr, mask_if, rounded
 
 
 @dataclass(frozen=True)
-class Variant:
+class NormVariant:
     """What the kernel is compiled for.
 
     Attributes:
@@ -61,7 +61,7 @@ class Variant:
     one_shot: bool
 
 
-class Call(NamedTuple):
+class TeamCall(NamedTuple):
     """One call, as a program of it knows it.
 
     Fields: the way to the peers, this rank, the number of the call; all rows, the rows of a rank
@@ -102,7 +102,7 @@ def sum_rms_norm_kernel(
     H,
     eps,
     rank,
-    V: tl.constexpr,  # Variant
+    V: tl.constexpr,  # NormVariant
 ) -> None:
     """All tensors contiguous. Grid: 2 * teams * team.
 
@@ -120,7 +120,7 @@ def sum_rms_norm_kernel(
     sent = T if V.one_shot else share
     made = T if V.one_shot else own_rows
     rest = W * sent
-    call = Call(
+    call = TeamCall(
         link, rank, generation, T, share, H, first, own_rows, sent, rest, made,
         team, teams, columns, columns < H,
     )  # fmt: skip

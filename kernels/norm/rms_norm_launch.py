@@ -8,11 +8,11 @@ import torch
 import triton
 
 from weft.collectives import Group, Workspace, workspace
+from weft.collectives.device.launches import launching, temporary
 from weft.collectives.kernels.kernel_collectives import alignment
 from weft.collectives.memory.workspace import check_room, link_of
-from weft.collectives.profiled import profiled
 from weft.kernels.engine.chips import INTERPRETER, Chip, LaunchOptions, chip_of
-from weft.kernels.norm.rms_norm_kernel import Variant, sum_rms_norm_kernel
+from weft.kernels.norm.rms_norm_kernel import NormVariant, sum_rms_norm_kernel
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,6 @@ def workspace_for(x: torch.Tensor, share: int, group: Group) -> Workspace:
     return workspace(group, nbytes, channel="norm kernel", device=x.device)
 
 
-@profiled("reduce_scatter_rms_norm_all_gather")
 def launch_sum_rms_norm(
     x: torch.Tensor,
     ws: Workspace,
@@ -106,10 +105,10 @@ def launch_sum_rms_norm(
     team = config.team(H)
     sums = x.new_empty(T if config.one_shot else own_rows, H)
     operands = [t.data_ptr() for t in (x, residual) if t is not None]
-    sum_rms_norm_kernel[(2 * config.teams * team,)](
+    launching(sum_rms_norm_kernel, 2 * config.teams * team)(
         y,
         sums,
-        torch.empty(len(sums) * team, dtype=torch.float32, device=x.device),
+        temporary(torch.empty(len(sums) * team, dtype=torch.float32, device=x.device)),
         x,
         None if weight is None else weight.contiguous(),
         residual,
@@ -119,7 +118,7 @@ def launch_sum_rms_norm(
         H,
         eps,
         ws.rank,
-        V=Variant(
+        V=NormVariant(
             world_size=ws.world_size,
             team=team,
             part=config.part,

@@ -17,108 +17,24 @@ others, is taken to have them in the same threads.
 from __future__ import annotations
 
 import bisect
-import math
-import mmap
-from collections.abc import Hashable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from weft.collectives.ranks import pad
+from weft.sim.check.regions import Region, zeros
 from weft.sim.check.sites import Sites
 from weft.sim.check.vector_clocks import BARRIER_BEFORE_ATOMICS, Array, Clocks
 from weft.sim.errors import OutOfBoundsError, RaceError
+from weft.sim.observer import Atomic, HandOver, HostSignal, Observer
 
 if TYPE_CHECKING:
     from weft.sim.check.recording import Tape
     from weft.sim.schedule.scheduler import Strand
 
 READ, WRITE, ATOMIC_READ, ATOMIC = "reads", "writes", "polls", "updates"
-
-_MAP_NORESERVE = 0x4000  # Linux; in `mmap` since Python 3.13
-_FIRST_COLUMNS = 8  # strands whose reads of a region there is room for at first
-
-
-def zeros(shape: tuple[int, ...], dtype: Any) -> Array:
-    """Zeros whose pages cost nothing until touched: malloc would clear memory that it has again.
-
-    There may be more of them than the machine has memory: real sizes are not touched.
-    """
-    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-    if nbytes < 1 << 16:
-        return np.zeros(shape, dtype)
-    flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    return np.frombuffer(mmap.mmap(-1, nbytes, flags), dtype).reshape(shape)
-
-
-@dataclass
-class Region:
-    """Memory from `start` to `end`, whose accesses are kept by granules of `granule` bytes.
-
-    Attributes:
-        name: what it is, for messages; `guard` regions must not be touched at all.
-        defined: whether what was never written may be read.
-        key: the same in every schedule, as its address is not.
-    """
-
-    start: int
-    end: int
-    name: str
-    key: Hashable = None
-    granule: int = 4
-    defined: bool = True
-    guard: bool = False
-    writer: Array = field(default_factory=lambda: np.empty(0))  # slot + 1 of the last write, or 0
-    written: Array = field(default_factory=lambda: np.empty(0))  # its number there
-    columns: dict[int, int] = field(default_factory=dict)  # slot -> its column of the tables below
-    slots: Array = field(default_factory=lambda: np.zeros(_FIRST_COLUMNS, np.int64))  # of columns
-    reads: Array = field(default_factory=lambda: np.empty((0, 0)))  # last number of each slot
-    atomics: Array | None = None
-    seen: Array = field(default_factory=lambda: np.empty(0))  # whether a granule has any history
-
-    def make(self) -> None:
-        """Set up an empty history."""
-        count = -(-(self.end - self.start) // self.granule)
-        # Fresh pages, which are zero, say "never": large buffers cost nothing.
-        self.writer = zeros((count,), np.int32)
-        self.written = zeros((count,), np.int32)
-        self.reads = zeros((count, len(self.slots)), np.int32)
-        self.atomics = None
-        self.seen = zeros((count,), np.bool_)
-
-    def refine(self, granule: int) -> None:
-        """Keep the history by smaller granules from now on."""
-        writer, written, reads, atomics = self.writer, self.written, self.reads, self.atomics
-        old, factor = np.flatnonzero(self.seen), self.granule // granule
-        new = (old[:, None] * factor + np.arange(factor)).reshape(-1)
-        self.granule = granule
-        self.make()
-        self.seen[new] = True
-        self.writer[new] = writer[old].repeat(factor)
-        self.written[new] = written[old].repeat(factor)
-        self.reads[new] = reads[old].repeat(factor, axis=0)
-        if atomics is not None:
-            self.atomics = zeros(self.reads.shape, np.int32)
-            self.atomics[new] = atomics[old].repeat(factor, axis=0)
-
-    def column(self, slot: int) -> int:
-        """The column of `slot`: few of all strands reach any one region."""
-        at = self.columns.get(slot)
-        if at is None:
-            at = self.columns[slot] = len(self.columns)
-            if at == len(self.slots):
-                self.slots = np.pad(self.slots, (0, at))
-                self.reads = self._wider(self.reads)
-                self.atomics = None if self.atomics is None else self._wider(self.atomics)
-            self.slots[at] = slot
-        return at
-
-    def _wider(self, table: Array) -> Array:
-        count, columns = table.shape
-        wider = zeros((count, 2 * columns), np.int32)
-        seen = np.flatnonzero(self.seen)
-        wider[seen, :columns] = table[seen]
-        return wider
 
 
 @dataclass(frozen=True)
@@ -133,21 +49,20 @@ class Event:
     granules: int
 
 
-class Detector(Clocks):
+class Detector(Clocks, Observer):
     """Clocks of all strands, and the history of all memory that several of them can reach.
 
-    Attributes:
+    Args:
         tape: where accesses are noted as well, if the schedule is recorded.
     """
 
-    def __init__(self, sites: Sites) -> None:
+    def __init__(self, sites: Sites, tape: Tape | None = None) -> None:
         super().__init__()
-        self._sites = sites
+        self._sites, self._tape = sites, tape
         self._starts: list[int] = []
         self._regions: list[Region] = []
         self._events: list[list[Event | None]] = []
         self._releases: list[list[tuple[int, int]]] = []  # (number, site) of each release
-        self.tape: Tape | None = None
 
     # Memory
 
@@ -179,7 +94,15 @@ class Detector(Clocks):
             slots |= set(region.slots[np.flatnonzero(region.atomics[at])].tolist())
         return sorted({self.ranks[slot] for slot in slots})
 
+    def memory(self, start: int, end: int, rank: int, regions: Sequence[Region]) -> None:
+        for region in regions:
+            if region.end > region.start and self.find(region.start) is None:
+                self.add(region)
+
     # Clocks
+
+    def new_lane(self, rank: int, lane: int) -> None:
+        self.new_slot(rank)
 
     def new_slot(self, rank: int) -> int:
         """A clock for one more strand of `rank`."""
@@ -195,7 +118,50 @@ class Detector(Clocks):
             self._releases[slot].append((int(clock[slot]), last.site))
         return clock
 
+    def threads_meet(self, strand: Strand) -> None:
+        self.barrier(strand.slot)
+
+    def begin_launch(self, host: Strand, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self.join(slot, [host.slot])
+            self.barrier(slot)
+
+    def reuse(self, host: Strand, slot: int, host_slot: int) -> None:
+        self.restart(slot, host_slot)
+
+    def end_launch(self, host: Strand, slots: Sequence[int]) -> None:
+        self.join(host.slot, slots)
+
+    def give(self, strand: Strand, op: str, key: Hashable, held: HandOver) -> None:
+        before, held.clock = held.clock, self.clocks[strand.slot].copy()
+        self._be_after(held.clock, before)
+
+    def take_over(self, strand: Strand, held: HandOver) -> None:
+        self._be_after(self.clocks[strand.slot], held.clock)
+
+    @staticmethod
+    def _be_after(clock: Array, other: Array) -> None:
+        # Clocks grow as strands come: a shorter one is ordered after nothing of the later strands.
+        np.maximum(clock[: len(other)], other, out=clock[: len(other)])
+
     # Accesses
+
+    def atomic(self, strand: Strand, done: Atomic) -> None:
+        kind = ATOMIC if done.changed else ATOMIC_READ
+        self.access(strand, done.addresses, done.itemsize, kind, done.scope)
+        for address in map(int, done.addresses):
+            if done.sem in ("acquire", "acq_rel"):
+                self.acquire(strand.slot, address, done.scope)
+            if done.sem in ("release", "acq_rel") and done.changed:
+                self.release(strand.slot, address, done.scope)
+
+    def post(self, strand: Strand, signal: HostSignal) -> None:
+        self.access(strand, np.array([signal.address], np.uint64), pad.WORD_BYTES, ATOMIC)
+        self.release(strand.slot, signal.address, "sys", host=True)
+
+    def look(self, strand: Strand, signal: HostSignal, found: bool) -> None:
+        self.access(strand, np.array([signal.address], np.uint64), pad.WORD_BYTES, ATOMIC_READ)
+        self.acquire(strand.slot, signal.address, "sys")
 
     def access(
         self, strand: Strand, addresses: Array, itemsize: int, kind: str, scope: str = "sys"
@@ -263,8 +229,8 @@ class Detector(Clocks):
         events.append(event)
         clock[slot] = number
         region.seen[index] = True
-        if self.tape:
-            self.tape.touch(strand, region, index, kind, event.scope)
+        if self._tape:
+            self._tape.touch(strand, region, index, kind, event.scope)
 
         writer, written = region.writer[index], region.written[index]
         late = written > clock[writer - 1]

@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from weft.sim.observer import Atomic, HandOver, HostSignal, Observer
+
 if TYPE_CHECKING:
-    from weft.sim.check.races import Region
+    from weft.sim.check.regions import Region
     from weft.sim.check.vector_clocks import Array
     from weft.sim.schedule.scheduler import Strand
 
@@ -52,7 +54,7 @@ class Track:
     arrived: dict[Hashable, Op | None] = field(default_factory=dict)
 
 
-class Tape:
+class Tape(Observer):
     """The tracks of one schedule.
 
     Attributes:
@@ -66,24 +68,26 @@ class Tape:
         self.unfit = ""
         self._places: list[Place] = []  # of each slot
 
-    def new_slot(self, rank: int, lane: int) -> None:
-        """The next slot is that of `lane` of `rank`."""
+    def new_lane(self, rank: int, lane: int) -> None:
         self._places.append((rank, lane))
 
-    def track(self, key: Hashable) -> Track:
-        """A new track."""
-        track = self.tracks[key] = Track(key)
-        return track
+    def thread(self, strand: Strand, key: Hashable) -> None:
+        strand.track = self.tracks[key] = Track(key)
 
-    def place(self, slot: int) -> Place:
-        """Whose clock `slot` is."""
-        return self._places[slot]
+    def unplayable(self, why: str) -> None:
+        self.unfit = why
+
+    def _place(self, strand: Strand) -> Place:
+        return self._places[strand.slot]
+
+    def _places_of(self, slots: Sequence[int]) -> tuple[Place, ...]:
+        return tuple(self._places[slot] for slot in slots)
 
     def touch(self, strand: Strand, region: Region, index: Array, kind: str, scope: str) -> None:
         """`strand` accesses granules `index` of `region`."""
         strand.track.touched.append((region, _units(index, region.granule), kind, scope))
 
-    def take(self, strand: Strand) -> tuple[Touch, ...]:
+    def _take(self, strand: Strand) -> tuple[Touch, ...]:
         """What `strand` has accessed since it was last asked."""
         whole: dict[tuple[Hashable, str, str], list[Array]] = {}
         for region, units, kind, scope in strand.track.touched:
@@ -98,59 +102,90 @@ class Tape:
         )
 
     def flush(self, strand: Strand) -> None:
-        """A signal comes: what was accessed before it is an operation of its own."""
         if strand.track.touched:
-            self._add(strand.track, ("touch", self.place(strand.slot), self.take(strand)))
+            self._add(strand.track, ("touch", self._place(strand), self._take(strand)))
 
-    def note(self, strand: Strand, *op: Any) -> None:
-        """An operation that orders nothing."""
+    def plain(self, strand: Strand, *op: Any) -> None:
         strand.track.ops.append(op)
 
-    def sync(self, strand: Strand, *op: Any) -> None:
+    def _sync(self, strand: Strand, *op: Any) -> None:
         """An operation that orders what was accessed before it."""
         self.flush(strand)
         strand.track.ops.append(op)
 
-    def signal(self, strand: Strand, *op: Any) -> None:
+    def _signal(self, strand: Strand, *op: Any) -> None:
         """An operation on a word, which was the last access."""
-        self._add(strand.track, (*op, self.place(strand.slot), self.take(strand)))
+        self._add(strand.track, (*op, self._place(strand), self._take(strand)))
 
-    def places(self, slots: Sequence[int]) -> tuple[Place, ...]:
-        """`place` of each."""
-        return tuple(self._places[slot] for slot in slots)
+    def stored(self, strand: Strand, word: Hashable, value: int | None, polled: bool) -> None:
+        if word is not None:
+            self.plain(strand, "put", word, value)
+            return
+        if strand.words:
+            self.plain(strand, "progress")
+        if polled:
+            self.unfit = "a store to many words, one of which is a signal"
 
-    def await_value(self, strand: Strand, words: Sequence[Hashable], value: int) -> None:
-        """A wait of a kernel begins: its atomics on each of `words` are one operation."""
+    def post(self, strand: Strand, signal: HostSignal) -> None:
+        self._signal(strand, "post", signal.word, signal.value)
+
+    def look(self, strand: Strand, signal: HostSignal, found: bool) -> None:
+        if found:
+            self._signal(strand, "await", signal.word, signal.value)
+        else:
+            self._take(strand)  # it will look again
+
+    def threads_meet(self, strand: Strand) -> None:
+        self._sync(strand, "barrier", self._place(strand))
+
+    def begin_launch(self, host: Strand, slots: Sequence[int]) -> None:
+        self._sync(host, "fork", self._place(host), self._places_of(slots))
+
+    def reuse(self, host: Strand, slot: int, host_slot: int) -> None:
+        place, *own = self._places_of((slot, host_slot))
+        self._sync(host, "restart", place, tuple(own))
+
+    def program(self, host: Strand) -> None:
+        self._sync(host, "place", self._place(host))
+        self.plain(host, "progress")
+
+    def start(self, host: Strand, keys: Sequence[Hashable], slots: Sequence[int]) -> None:
+        self._sync(host, "start", tuple(keys), self._places_of(slots))
+
+    def end_launch(self, host: Strand, slots: Sequence[int]) -> None:
+        self._sync(host, "place", self._place(host))
+        self._sync(host, "join", self._place(host), self._places_of(slots))
+
+    def give(self, strand: Strand, op: str, key: Hashable, held: HandOver) -> None:
+        self._sync(strand, op, key)
+
+    def await_others(self, strand: Strand, op: str, key: Hashable, *size: int) -> None:
+        self._sync(strand, op, key, *size)
+
+    def expect(self, strand: Strand, words: Sequence[Hashable], value: int) -> None:
+        self.flush(strand)
+        self.plain(strand, "progress")
         strand.track.awaited, strand.track.arrived = value, dict.fromkeys(words)
 
-    def atomic(
-        self,
-        strand: Strand,
-        word: Hashable,
-        effect: tuple[Any, ...] | None,
-        seen: int,
-        sem: str,
-        scope: str,
-    ) -> None:
-        """An atomic with this `effect` has found `seen` in `word`."""
-        track = strand.track
-        if track.awaited is not None:
+    def atomic(self, strand: Strand, done: Atomic) -> None:
+        track, word = strand.track, done.word
+        if track.awaited is not None:  # one of a wait's on each of its words: one operation
             if word not in track.arrived:
                 self.unfit = "a wait was given up"
-            touched = self.take(strand)
-            if seen >= track.awaited:
-                op = "wait", word, track.awaited, sem, scope, self.place(strand.slot), touched
-                track.arrived[word] = op
+            touched = self._take(strand)
+            if done.seen >= track.awaited:
+                how = done.sem, done.scope, self._place(strand), touched
+                track.arrived[word] = "wait", word, track.awaited, *how
             ends = [op for op in track.arrived.values() if op is not None]
             if len(ends) == len(track.arrived):
                 track.awaited = None
                 for end in ends:  # in the order of the words, whatever came first
                     self._add(track, end)
             return
-        if word is None or effect is None:
-            self.unfit = f"an atomic that is not understood: {effect} of {word}"
-        self.signal(strand, "atomic", word, effect, sem, scope)
-        track.ops.append(("saw", seen))
+        if word is None or done.effect is None:
+            self.unfit = f"an atomic that is not understood: {done.effect} of {word}"
+        self._signal(strand, "atomic", word, done.effect, done.sem, done.scope)
+        track.ops.append(("saw", done.seen))
 
     def _add(self, track: Track, op: Op) -> None:
         self.order.append((track.key, len(track.ops)))

@@ -1,6 +1,6 @@
-"""What is known from the schedules that were run: pieces of tracks, and conflicting accesses.
+"""What is known from the schedules that were run: stretches of tracks, and conflicting accesses.
 
-    track of a strand (`recording`)  ->  pieces: operations up to one whose outcome decides
+    track of a strand (`recording`)  ->  stretches: operations up to one whose outcome decides
     its accesses                     ->  nodes, and the rivals of each, before it or not
 
 `weft.sim.schedule.player` plays other schedules of it.
@@ -51,7 +51,7 @@ class Node:
 
 
 @dataclass(eq=False)
-class Piece:
+class Stretch:
     """Operations of a track up to one whose outcome decides how it goes on, or to its end.
 
     Attributes:
@@ -59,14 +59,14 @@ class Piece:
         after: what comes next, for each value that the last operation has found.
         steps: the operations as they are played: words and places are numbers, nodes come last,
             and what makes no difference is left out.
-        branches: `after` the last of the steps, which may be those of pieces after this one.
+        branches: `after` the last of the steps, which may be those of stretches after this one.
     """
 
     ops: list[Op] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)
-    after: dict[int, Piece] = field(default_factory=dict)
+    after: dict[int, Stretch] = field(default_factory=dict)
     steps: list[Op] = field(default_factory=list)
-    branches: dict[int, Piece] = field(default_factory=dict)
+    branches: dict[int, Stretch] = field(default_factory=dict)
 
 
 class Recording:
@@ -76,7 +76,7 @@ class Recording:
         self.concurrent = concurrent
         self.unfit = ""
         self.world_size = world_size
-        self.pieces: dict[Hashable, Piece] = {}
+        self.stretches: dict[Hashable, Stretch] = {}
         self.nodes: list[Node] = []
         self.places: dict[Place, int] = {(rank, HOST): rank for rank in range(world_size)}
         self._accesses: dict[Hashable, list[Access]] = {}
@@ -99,46 +99,48 @@ class Recording:
         for node in self.nodes:
             node.ordered = np.array(sorted(node.before), np.int64)
             node.others = np.array(sorted(node.rivals - node.before), np.int64)
-        self._written = {op[1] for piece in self._all_pieces() for op in piece.ops if _writes(op)}
-        for piece in self._all_pieces():
-            piece.steps, piece.branches = [], piece.after
-            self._prepare(piece, piece.steps)
-            last = piece
+        self._written = {
+            op[1] for stretch in self._all_stretches() for op in stretch.ops if _writes(op)
+        }
+        for stretch in self._all_stretches():
+            stretch.steps, stretch.branches = [], stretch.after
+            self._prepare(stretch, stretch.steps)
+            last = stretch
             # A word that is never written leaves no choice.
             while list(last.after) == [0] and last.ops[-1][1] not in self._written:
                 last = last.after[0]
-                self._prepare(last, piece.steps)
-                piece.branches = last.after
+                self._prepare(last, stretch.steps)
+                stretch.branches = last.after
 
-    def _all_pieces(self) -> Iterator[Piece]:
-        left = list(self.pieces.values())
+    def _all_stretches(self) -> Iterator[Stretch]:
+        left = list(self.stretches.values())
         while left:
-            piece = left.pop()
-            yield piece
-            left += piece.after.values()
+            stretch = left.pop()
+            yield stretch
+            left += stretch.after.values()
 
     def _take_in(self, track: Track, found: dict[tuple[Hashable, int], int]) -> bool:
         """Add what is new in `track`; False if it goes on otherwise where it has found the same."""
-        piece, at = self.pieces.get(track.key), 0
-        fresh = piece is None
-        if piece is None:
-            piece = self.pieces[track.key] = Piece()
+        stretch, at = self.stretches.get(track.key), 0
+        fresh = stretch is None
+        if stretch is None:
+            stretch = self.stretches[track.key] = Stretch()
         for number, op in enumerate(track.ops):
             if op[0] == "saw":
-                if at != len(piece.ops):
+                if at != len(stretch.ops):
                     return False
-                fresh = op[1] not in piece.after
-                piece, at = piece.after.setdefault(op[1], Piece()), 0
+                fresh = op[1] not in stretch.after
+                stretch, at = stretch.after.setdefault(op[1], Stretch()), 0
                 continue
             if fresh:
-                piece.ops.append(op)
-                piece.nodes.append(self._new_node(op))
-            elif at == len(piece.ops) or piece.ops[at] != op:
+                stretch.ops.append(op)
+                stretch.nodes.append(self._new_node(op))
+            elif at == len(stretch.ops) or stretch.ops[at] != op:
                 return False
-            if piece.nodes[at] >= 0:
-                found[track.key, number] = piece.nodes[at]
+            if stretch.nodes[at] >= 0:
+                found[track.key, number] = stretch.nodes[at]
             at += 1
-        return track.awaited is None and at == len(piece.ops) and not piece.after
+        return track.awaited is None and at == len(stretch.ops) and not stretch.after
 
     def _new_node(self, op: Op) -> int:
         if op[0] not in _TOUCHING:
@@ -157,15 +159,15 @@ class Recording:
     def _word(self, word: Hashable) -> int:
         return self._words.setdefault(word, len(self._words))
 
-    def _prepare(self, piece: Piece, steps: list[Op]) -> None:
-        """Add the operations of `piece` to `steps`."""
-        for op, node in zip(piece.ops, piece.nodes, strict=True):
+    def _prepare(self, stretch: Stretch, steps: list[Op]) -> None:
+        """Add the operations of `stretch` to `steps`."""
+        for op, node in zip(stretch.ops, stretch.nodes, strict=True):
             kind = op[0]
             if kind == "touch":
                 if self.nodes[node].rivals:
                     steps.append((kind, node))
             # Of an atomic on a word that is never written, only that it polls counts.
-            elif kind == "atomic" and list(piece.after) == [0] and op[1] not in self._written:
+            elif kind == "atomic" and list(stretch.after) == [0] and op[1] not in self._written:
                 steps.append(("glance", self._word(op[1]), op[4] == "sys"))
             elif kind in ("atomic", "wait"):
                 steps.append((kind, self._word(op[1]), *op[2:-2], self._place(op[-2]), node))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ BARRIER_BEFORE_ATOMICS = hasattr(tl, "atomic_load")  # Triton 3.9 puts one there
 
 
 @dataclass
-class Signal:
+class Release:
     """What has been published at one word: to everybody, and within a rank."""
 
     everywhere: Array | None = None
@@ -35,7 +35,7 @@ class Clocks:
         self.clocks: list[Array] = []
         self.ranks: list[int] = []
         self._barriers: list[int] = []  # number of the last access before a slot's last barrier
-        self._signals: dict[Hashable, Signal] = {}
+        self._signals: dict[Hashable, Release] = {}
         self._ended: dict[int, Array] = {}  # slot -> clock of the launch's programs that had it
 
     def new_slot(self, rank: int) -> int:
@@ -57,7 +57,7 @@ class Clocks:
             if signal.everywhere is not None:
                 signal.everywhere = np.pad(signal.everywhere, (0, before))
 
-    def join(self, slot: int, others: list[int]) -> None:
+    def join(self, slot: int, others: Sequence[int]) -> None:
         """Slot `slot` goes on after all that `others` have done so far."""
         clock = self.clocks[slot]
         for other in others:
@@ -95,7 +95,7 @@ class Clocks:
             clock[slot] = self._barriers[slot]
         signal = self._signals.get(word)
         if signal is None:
-            signal = self._signals[word] = Signal()
+            signal = self._signals[word] = Release()
         known = signal.within.get(rank)
         signal.within[rank] = clock if known is None else np.maximum(known, clock)
         if scope != "sys":

@@ -27,12 +27,8 @@ _CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 Note = Callable[[torch.Tensor, str], None]
 
 
-class HostAccesses(TorchDispatchMode):
-    """Calls `note(tensor, READ or WRITE)` for the tensors of every op of this thread."""
-
-    def __init__(self, note: Note) -> None:
-        super().__init__()
-        self._note = note
+class PlainOps(TorchDispatchMode):
+    """`run` does every op of this thread on plain tensors: those of a DTensor come back as such."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -46,10 +42,23 @@ class HostAccesses(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        # The dispatch of a DTensor or the like comes back with plain tensors.
         if types and wrap_others(tuple(types)):
             return func(*args, **(kwargs or {})) if on_fakes() else NotImplemented
-        kwargs = kwargs or {}
+        return self.run(func, args, dict(kwargs or {}))
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of `func`."""
+        raise NotImplementedError
+
+
+class HostAccesses(PlainOps):
+    """Calls `note(tensor, READ or WRITE)` for the tensors of every op of this thread."""
+
+    def __init__(self, note: Note) -> None:
+        super().__init__()
+        self._note = note
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func.overloadpacket.__name__ not in _SHAPE_ONLY:
             for tensor, alias in operands(func, args, kwargs):
                 if alias is None:

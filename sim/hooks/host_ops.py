@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from weft.sim.hooks.host_access import on_fakes, operands, tensors_in, wrap_others
+from weft.sim.hooks.host_access import PlainOps, operands, tensors_in
 from weft.sim.schedule.scheduler import local
-from weft.sim.time.trace import HostOp, Recorder
+from weft.sim.time.trace import HostOp, Tracer
 
 # They make a tensor, or look at one, without a kernel.
 _FREE = frozenset(
@@ -25,7 +23,7 @@ _FREE = frozenset(
 _LARGE = 1 << 20  # bytes from which memory is not even zeroed
 
 
-class HostOps(TorchDispatchMode):
+class HostOps(PlainOps):
     """Notes each op that would be a kernel on the stream of the rank that calls it.
 
     Ops on integers and booleans alone are taken to be the host's own bookkeeping: they are free,
@@ -33,21 +31,11 @@ class HostOps(TorchDispatchMode):
     ops on single numbers, such as an optimizer's count of its steps.
     """
 
-    def __init__(self, recorder: Recorder, numerics: bool) -> None:
+    def __init__(self, tracer: Tracer, numerics: bool) -> None:
         super().__init__()
-        self._recorder, self._numerics = recorder, numerics
+        self._tracer, self._numerics = tracer, numerics
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        # The dispatch of a DTensor or the like comes back with plain tensors.
-        if types and wrap_others(tuple(types)):
-            return func(*args, **(kwargs or {})) if on_fakes() else NotImplemented
-        kwargs = dict(kwargs or {})
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func.overloadpacket.__name__
         if func.is_view or name in _FREE:
             return func(*args, **kwargs)
@@ -58,12 +46,12 @@ class HostOps(TorchDispatchMode):
             _makes_floats(kwargs)
             or any(t.is_floating_point() and t.numel() > 1 for t in (*reads, *writes))
         )
-        run = _wide_mm if func in _WIDE_MM else func
-        out = run(*args, **kwargs) if computed else _uncomputed(func, name, args, kwargs, writes)
+        op = _wide_mm if func in _WIDE_MM else func
+        out = op(*args, **kwargs) if computed else _uncomputed(func, name, args, kwargs, writes)
         results = writes or [t for t in tensors_in((out,)) if not any(t is r for r in reads)]
         strand = local.strand
         if strand is not None and any(t.is_floating_point() for t in (*reads, *results)):
-            self._recorder.add(strand, self._op(strand.rank, name, reads, results))
+            self._tracer.add(strand, self._op(strand.rank, name, reads, results))
         return out
 
     def _op(
@@ -80,7 +68,7 @@ class HostOps(TorchDispatchMode):
         total: dict[int, int] = {}
         for tensor in tensors:
             if tensor.numel():
-                owner = self._recorder.owner(tensor.data_ptr(), rank)
+                owner = self._tracer.owner(tensor.data_ptr(), rank)
                 total[owner] = total.get(owner, 0) + tensor.numel() * tensor.element_size()
         return total
 

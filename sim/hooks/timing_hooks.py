@@ -27,7 +27,7 @@ from triton.runtime import interpreter
 
 from weft.sim.hooks import fast_integers, interpreter_hooks
 from weft.sim.schedule.scheduler import local
-from weft.sim.time.trace import Lane, Recorder
+from weft.sim.time.trace import Lane, Tracer
 
 Array = npt.NDArray[Any]
 
@@ -58,7 +58,7 @@ def requirements() -> list[str]:
 
 
 @contextmanager
-def installed(recorder: Recorder, numerics: bool) -> Iterator[None]:
+def installed(tracer: Tracer, numerics: bool) -> Iterator[None]:
     """Note what programs of virtual ranks load, store and multiply, inside the block.
 
     Enter it before `interpreter_hooks.installed`.
@@ -66,7 +66,7 @@ def installed(recorder: Recorder, numerics: bool) -> Iterator[None]:
     if missing := requirements():
         raise RuntimeError(f"weft.sim cannot time on this Triton: {'; '.join(missing)}")
     kind = interpreter.InterpreterBuilder
-    hooks = _noting(kind, recorder, numerics)
+    hooks = _noting(kind, tracer, numerics)
     if not numerics:
         hooks |= _skipping(kind)
     before = {name: vars(kind)[name] for name in hooks}
@@ -83,7 +83,7 @@ def installed(recorder: Recorder, numerics: bool) -> Iterator[None]:
             setattr(kind, name, method)
 
 
-def _noting(kind: Any, recorder: Recorder, numerics: bool) -> dict[str, Any]:
+def _noting(kind: Any, tracer: Tracer, numerics: bool) -> dict[str, Any]:
     load, store, dot = kind.create_masked_load, kind.create_masked_store, kind.create_dot
 
     def blocks(ptrs: Any, mask: Any, rank: int) -> list[tuple[int, int, int]]:
@@ -92,7 +92,7 @@ def _noting(kind: Any, recorder: Recorder, numerics: bool) -> dict[str, Any]:
         if not live.all():
             addresses = addresses[np.broadcast_to(live, addresses.shape)]
         flat = addresses.reshape(-1)
-        return recorder.owners(flat, rank) if flat.size else []
+        return tracer.owners(flat, rank) if flat.size else []
 
     def masked_load(self: Any, ptrs: Any, mask: Any, *rest: Any, **kwargs: Any) -> Any:
         element, strand = ptrs.get_element_ty(), local.strand

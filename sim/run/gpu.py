@@ -20,7 +20,6 @@ What is overlooked here ends by the time-out that every wait has.
 from __future__ import annotations
 
 import contextvars
-import ctypes
 import math
 import os
 import sys
@@ -44,7 +43,7 @@ from weft.collectives.ranks.group import forget_meshes, here
 from weft.errors import PeerTimeout
 from weft.sim.hooks.host_access import tensors_in
 from weft.sim.run import distributed_hooks
-from weft.sim.run.team import Meeting, Members, Teams, VirtualMemory
+from weft.sim.run.team import Meeting, Members, OneMemory, Teams, VirtualMemory
 from weft.sim.time.hardware import PRESETS
 
 
@@ -214,7 +213,7 @@ class ThreadWorld(Teams["ThreadTeam"]):
                     error.add_note(f"on virtual rank {rank}")
 
 
-class ThreadTeam(Members):
+class ThreadTeam(OneMemory, Members):
     """The ranks `ranks` of a `ThreadWorld`, in this order."""
 
     chip = ""  # that of the device itself
@@ -275,20 +274,6 @@ class ThreadTeam(Members):
     def waiter(self, buffer: SymmetricBuffer) -> Waiter:
         """Signals between the hosts of the members."""
         return _ThreadWaiter(self._world, buffer)
-
-    def share(self, x: torch.Tensor) -> None:
-        """All threads can read all memory."""
-
-    def read(self, address: int, out: torch.Tensor) -> None:
-        """Fill the contiguous `out`, on the CPU, from the memory at `address`."""
-        ctypes.memmove(out.data_ptr(), address, out.numel() * out.element_size())
-
-    def beside(self, number: int) -> AbstractContextManager[None]:
-        """Of the CPU: what is enqueued there is done at once."""
-        return nullcontext()
-
-    def rejoin(self) -> None:
-        """As `beside`."""
 
     def send(self, source: int, target: int, tag: int, value: torch.Tensor) -> None:
         """Leave `value` for member `target`; never waits."""

@@ -9,14 +9,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from weft.collectives.ranks.group import here
-from weft.sim.check.races import Region
+from weft.sim.check.regions import Region
 from weft.sim.hooks.host_access import tensors_in
+from weft.sim.observer import Observer
 from weft.sim.schedule.scheduler import Strand, strand_here
 from weft.sim.time.trace import Lane
 
@@ -29,6 +31,26 @@ _LOWEST_ADDRESS = 1 << 32
 _LANES = 16  # clocks of a launch's programs, if these run in turn
 
 Program = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """Programs that `host` launches, each with a clock, and one of `lanes` in virtual time."""
+
+    host: Strand
+    kernel: str
+    programs: list[Program]
+    slots: list[int]
+    lanes: list[Lane] | None
+    confined: bool
+    run: Callable[[Program], None]
+
+    def lane(self, number: int) -> Lane | None:
+        return self.lanes[number] if self.lanes else None
+
+    def name(self, program: Program) -> str:
+        index = program[0] if program[1:] == (0, 0) else program
+        return f"kernel {self.kernel}, program {index}"
 
 
 class Launches:
@@ -48,10 +70,10 @@ class Launches:
         programs: list[Program],
         run: Callable[[Program], None],
     ) -> None:
-        """`run` all `programs` of a launch by the rank whose thread this is."""
+        """`run` all `programs` of a launch, of `warps` warps each, by the rank that this is."""
         world, host = self._world, strand_here()
-        recorder = world.recorder
-        timed = recorder.launch(host, kernel, warps, len(programs)) if recorder else None
+        tracer = world.tracer
+        timed = tracer.launch(host, kernel, warps, len(programs)) if tracer else None
         if world.symmetric and host.rank:
             return
         concurrent = world.programs == "concurrent"
@@ -61,96 +83,58 @@ class Launches:
             known.append(world.new_slot(host.rank, len(known)))
         slots = known[:lanes]
         self._counts[host.rank] += 1
-        if world.detector:
-            for slot in slots:
-                world.detector.join(slot, [host.slot])
-                world.detector.barrier(slot)
-        if world.tape:
-            place, places = world.tape.place(host.slot), world.tape.places(slots)
-            world.tape.sync(host, "fork", place, places)
+        world.tell(Observer.begin_launch, host, slots)
         with self._arguments(arguments) as confined:
             how = self._run_concurrently if concurrent else self._run_in_turn
-            how(host, kernel, programs, slots, confined, timed, run)
-        if world.detector:
-            world.detector.join(host.slot, slots)
-        if world.tape:
-            world.tape.sync(host, "place", place)
-            world.tape.sync(host, "join", place, places)
+            how(_Launch(host, kernel, programs, slots, timed, confined, run))
+        world.tell(Observer.end_launch, host, slots)
 
-    def _run_in_turn(
-        self,
-        host: Strand,
-        kernel: str,
-        programs: list[Program],
-        slots: list[int],
-        confined: bool,
-        timed: list[Lane] | None,
-        run: Callable[[Program], None],
-    ) -> None:
-        world = self._world
+    def _run_in_turn(self, launch: _Launch) -> None:
+        world, host, slots = self._world, launch.host, launch.slots
         # The thread stays the host's; only the clock and the name are the program's.
         own = host.slot, host.what
-        host.confined = confined
+        host.confined = launch.confined
         try:
-            for number, program in enumerate(programs):
+            for number, program in enumerate(launch.programs):
                 turn, at = divmod(number, len(slots))
                 slot = slots[_order(turn, len(slots))[at]]
                 if turn:
-                    if world.detector:
-                        world.detector.restart(slot, own[0])
-                    if world.tape:
-                        places = world.tape.places((slot, own[0]))
-                        world.tape.sync(host, "restart", places[0], places[1:])
-                host.slot, host.what = slot, _program(kernel, program)
-                host.lane = timed[number] if timed else None
-                host.to_come = len(programs) - number - 1
-                if world.tape:
-                    world.tape.sync(host, "place", world.tape.place(host.slot))
-                    world.tape.note(host, "progress")
+                    world.tell(Observer.reuse, host, slot, own[0])
+                host.slot, host.what = slot, launch.name(program)
+                host.lane = launch.lane(number)
+                host.to_come = len(launch.programs) - number - 1
+                world.tell(Observer.program, host)
                 world.scheduler.progressed(host)
-                run(program)
-                if world.tape:
-                    world.tape.flush(host)
+                launch.run(program)
+                world.tell(Observer.flush, host)
         finally:
             host.slot, host.what = own
             host.lane, host.to_come = None, 0
             host.confined = False
 
-    def _run_concurrently(
-        self,
-        host: Strand,
-        kernel: str,
-        programs: list[Program],
-        slots: list[int],
-        confined: bool,
-        timed: list[Lane] | None,
-        run: Callable[[Program], None],
-    ) -> None:
-        world, left, group = self._world, set(programs), here.world
+    def _run_concurrently(self, launch: _Launch) -> None:
+        world, host, slots = self._world, launch.host, launch.slots
+        left, group = set(launch.programs), here.world
         keys: list[Hashable] = []
 
         def body(program: Program) -> Callable[[], None]:
             def run_program() -> None:
                 here.world = group
-                run(program)
-                if world.tape:
-                    world.tape.flush(strand_here())
+                launch.run(program)
+                world.tell(Observer.flush, strand_here())
                 left.discard(program)
 
             return run_program
 
-        for number, (program, slot) in enumerate(zip(programs, slots, strict=True)):
-            strand = Strand(host.rank, slot, _program(kernel, program), confined)
-            strand.lane, strand.timed = timed[number] if timed else None, host.timed
-            if world.tape:
-                key = host.rank, self._counts[host.rank], number
-                strand.track = world.tape.track(key)
-                keys.append(key)
+        for number, (program, slot) in enumerate(zip(launch.programs, slots, strict=True)):
+            strand = Strand(host.rank, slot, launch.name(program), launch.confined)
+            strand.lane, strand.timed = launch.lane(number), host.timed
+            keys.append((host.rank, self._counts[host.rank], number))
+            world.tell(Observer.thread, strand, keys[-1])
             world.scheduler.start(strand, body(program))
-        if world.tape:
-            world.tape.sync(host, "start", tuple(keys), world.tape.places(slots))
+        world.tell(Observer.start, host, keys, slots)
         world.scheduler.sleep_until(
-            host, lambda: not left, lambda: f"{len(left)} programs of {kernel} to end"
+            host, lambda: not left, lambda: f"{len(left)} programs of {launch.kernel} to end"
         )
 
     @contextmanager
@@ -170,8 +154,9 @@ class Launches:
             storage = tensor.untyped_storage()
             start, nbytes = storage.data_ptr(), storage.nbytes()
             if start in self._watched:  # two ranks may read one tensor
-                if world.tape and rank not in self._watched[start][1]:
-                    world.tape.unfit = "two ranks give a kernel the same tensor"
+                if rank not in self._watched[start][1]:
+                    why = "two ranks give a kernel the same tensor"
+                    world.tell(Observer.unplayable, why)
                 self._watched[start][1].append(rank)
                 starts.append(start)
             elif nbytes and detector.find(start) is None:
@@ -207,8 +192,3 @@ def _order(turn: int, lanes: int) -> Sequence[int]:
     that no signal makes: at random, lest kernels with a period of `lanes` programs hide all their
     races so."""
     return random.Random(turn).sample(range(lanes), lanes) if turn else range(lanes)
-
-
-def _program(kernel: str, program: Program) -> str:
-    index = program[0] if program[1:] == (0, 0) else program
-    return f"kernel {kernel}, program {index}"

@@ -24,6 +24,7 @@ from weft.sim.check.replay import Recording
 from weft.sim.errors import SimError
 from weft.sim.hooks import interpreter_hooks, timing_hooks
 from weft.sim.hooks.host_access import python_reads
+from weft.sim.observer import Observer
 from weft.sim.progress_bar import progress
 from weft.sim.run import distributed_hooks
 from weft.sim.run.world import Programs, World
@@ -175,8 +176,8 @@ def run(
                         orders.add(found.seen)
                 if not results.schedules:
                     results.extend(values)
-                    if world.recorder and machine:
-                        results.timeline = Timeline(world.recorder.trace, machine)
+                    if world.tracer and machine:
+                        results.timeline = Timeline(world.tracer.trace, machine)
                         results.launched = world.launched
                 results.switches += world.scheduler.switches
             results.schedules += 1
@@ -273,16 +274,15 @@ def _run_one(
             assert strand is not None
             with world.rank(strand):
                 results[rank] = fn(rank)
-            if world.tape:
-                world.tape.flush(strand)
+            world.tell(Observer.flush, strand)
 
         return partial(context.run, body)
 
     with ExitStack() as stack:
         if not world.numerics:  # numbers are none: 1 / 0 is nothing to be warned of
             stack.enter_context(np.errstate(all="ignore"))
-        if world.recorder:
-            stack.enter_context(timing_hooks.installed(world.recorder, world.numerics))
+        if world.tracer:
+            stack.enter_context(timing_hooks.installed(world.tracer, world.numerics))
         stack.enter_context(interpreter_hooks.installed(world, quick=again and world.numerics))
         stack.enter_context(distributed_hooks.installed())
         stack.enter_context(python_reads(world.python_read))
@@ -311,8 +311,8 @@ def _run_one(
             where = scheduler.failed_rank
             error.add_note(shown if where is None else f"on virtual rank {where}; {shown}")
         raise error
-    if world.symmetric and world.recorder:
-        rotation.complete(world.recorder.trace, world.pads)
+    if world.symmetric and world.tracer:
+        rotation.complete(world.tracer.trace, world.pads)
     return results
 
 

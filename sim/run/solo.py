@@ -23,9 +23,8 @@ compare its result with an oracle. A signal that was not learned ends in `PeerTi
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -40,7 +39,7 @@ from weft.collectives.ranks.group import Group, here, virtual_rank
 from weft.errors import MismatchError
 from weft.kernels.engine.shards import copy_stream
 from weft.kernels.matmul import copy_engines
-from weft.sim.run.team import VirtualMemory
+from weft.sim.run.team import OneMemory, VirtualMemory
 
 _FAR = 1 << 62  # more than any generation, and than what `kernels.turns` makes of one
 
@@ -105,8 +104,8 @@ class _Buffer:
         self.slots[ranks] = torch.where(self.posted[ranks], ahead, self.slots[ranks])
 
 
-class SoloTeam:
-    """All ranks, as `weft.collectives.ranks.group.Ranks`: whichever asks, peers say the same."""
+class SoloTeam(OneMemory):
+    """All ranks, as `collectives.ranks.group.VirtualRanks`: whichever asks, peers say the same."""
 
     chip, sharing = "", 1
     rates: Machine | None = None
@@ -157,20 +156,6 @@ class SoloTeam:
     def waiter(self, buffer: SymmetricBuffer) -> Waiter:
         """Signals between hosts."""
         return _SoloWaiter(self, buffer)
-
-    def share(self, x: torch.Tensor) -> None:
-        """One process has all memory."""
-
-    def read(self, address: int, out: torch.Tensor) -> None:
-        """Fill the contiguous `out`, on the CPU, from the memory at `address`."""
-        ctypes.memmove(out.data_ptr(), address, out.numel() * out.element_size())
-
-    def beside(self, number: int) -> AbstractContextManager[None]:
-        """Of the CPU: what is enqueued there is done at once."""
-        return nullcontext()
-
-    def rejoin(self) -> None:
-        """As `beside`."""
 
 
 class _SoloWaiter(Waiter):

@@ -1,15 +1,16 @@
 """Ranks that make calls together: the virtual world, or a group of it.
 
-It implements `weft.collectives.ranks.group.Ranks`: values gathered from all members, symmetric
+It implements `collectives.ranks.group.VirtualRanks`: values gathered from all members, symmetric
 memory, host-side signals; and the messages of a process group.
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -20,8 +21,8 @@ from weft.collectives.memory.symmetric import SymmetricBuffer, Waiter
 from weft.collectives.ranks import pad
 from weft.errors import MismatchError
 from weft.sim.hooks.host_signals import VirtualWaiter
+from weft.sim.observer import Observer
 from weft.sim.schedule.scheduler import strand_here
-from weft.sim.time.trace import Meet
 
 if TYPE_CHECKING:
     from weft.sim.run.world import World
@@ -53,6 +54,13 @@ class Meeting:
     def complete(self) -> bool:
         """Whether all have come."""
         return len(self.values) == self._size
+
+
+class _Message:
+    """What a member has sent, and what that is ordered after."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value, self.clock = value, np.zeros(0, np.int32)
 
 
 class Members:
@@ -142,6 +150,24 @@ class Teams(Generic[MembersT]):
         return team
 
 
+class OneMemory:
+    """Ranks of one process, which has all memory: what they need not do, or do by a copy."""
+
+    def share(self, x: torch.Tensor) -> None:
+        """All ranks can read all memory."""
+
+    def read(self, address: int, out: torch.Tensor) -> None:
+        """Fill the contiguous `out`, on the CPU, from the memory at `address`."""
+        ctypes.memmove(out.data_ptr(), address, out.numel() * out.element_size())
+
+    def beside(self, number: int) -> AbstractContextManager[None]:
+        """Of the CPU: what is enqueued there is done at once."""
+        return nullcontext()
+
+    def rejoin(self) -> None:
+        """As `beside`."""
+
+
 class Team(Members):
     """The ranks `ranks` of a virtual world that `sim.run` runs, in this order."""
 
@@ -174,14 +200,10 @@ class Team(Members):
         Raises:
             MismatchError: another member makes another call.
         """
-        if self._world.scheduler.tracing:
-            self._world.scheduler.saw(strand_here(), self.ranks, self.met[member], False)
+        self._world.scheduler.saw(strand_here(), self.ranks, self.met[member], False)
         meeting = self.enter(member, value, call)
-        if self._world.tape:
-            self._world.tape.sync(strand_here(), "arrive", meeting.key)
         self._world.bring(value)
-        if self._world.detector:
-            meeting.clock = _joined(meeting.clock, self._clock())
+        self._world.tell(Observer.give, strand_here(), "arrive", meeting.key, meeting)
         return meeting
 
     def attend(self, meeting: Meeting, call: str) -> list[Any]:
@@ -192,12 +214,9 @@ class Team(Members):
             return f"rank {_listed(absent)} to {call}"
 
         strand = strand_here()
-        if self._world.recorder:
-            self._world.recorder.add(strand, Meet(meeting.number, len(self.ranks)))
-        if self._world.tape:
-            self._world.tape.sync(strand, "attend", meeting.key, len(self.ranks))
+        self._world.tell(Observer.await_others, strand, "attend", meeting.key, len(self.ranks))
         self._world.scheduler.sleep_until(strand, lambda: meeting.complete, waits_for)
-        self._join(meeting.clock)
+        self._world.tell(Observer.take_over, strand, meeting)
         return [meeting.values[i][0] for i in range(len(self.ranks))]
 
     def complete(self, meeting: Meeting) -> bool:
@@ -208,29 +227,22 @@ class Team(Members):
     def _glance(self, there: Callable[[], bool], what: str) -> bool:
         """Whether `what` has come from other ranks. Who asks in a loop must let them go on."""
         strand, scheduler = strand_here(), self._world.scheduler
-        if self._world.tape:
-            self._world.tape.unfit = "a look at whether others have come"
+        self._world.tell(Observer.unplayable, "a look at whether others have come")
         if not there():
             scheduler.let_others(strand, what)
         found = there()
         if found:
             scheduler.progressed(strand)
-        if scheduler.tracing:
-            scheduler.saw(strand, self.ranks, found, False)
+        scheduler.saw(strand, self.ranks, found, False)
         return found
 
-    @contextmanager
-    def timed_as_one(self, name: str) -> Iterator[None]:
+    def timed_as_one(self, name: str) -> AbstractContextManager[None]:
         """In virtual time, what this rank does inside is one collective of a process group."""
-        recorder = self._world.recorder
-        if recorder is None:
-            yield
-            return
         # Every member reads all of every other here; in two steps, reduced parts and then results,
         # an all-reduce moves no more than twice what one member has.
         share = 2 / len(self.ranks) if name == "all_reduce" else 1.0
-        with recorder.collective(strand_here(), name, share):
-            yield
+        tracer = self._world.tracer
+        return tracer.collective(strand_here(), name, share) if tracer else nullcontext()
 
     def memory(
         self, member: int, pad_bytes: int, data_bytes: int, device: torch.device
@@ -253,31 +265,24 @@ class Team(Members):
         """Fill the contiguous `out` from the memory at `address`, which another member shares."""
         self._world.read(address, out)
 
-    @contextmanager
-    def beside(self, number: int) -> Iterator[None]:
+    def beside(self, number: int) -> AbstractContextManager[None]:
         """In virtual time, what this rank enqueues inside runs beside its stream."""
-        recorder, strand = self._world.recorder, strand_here()
-        if recorder is None or not strand.timed:
-            yield
-            return
-        with recorder.beside(strand.rank, number):
-            yield
+        tracer, strand = self._world.tracer, strand_here()
+        return tracer.beside(strand.rank, number) if tracer and strand.timed else nullcontext()
 
     def rejoin(self) -> None:
         """In virtual time, this rank's stream goes on when those beside it have ended."""
-        recorder, strand = self._world.recorder, strand_here()
-        if recorder is not None and strand.timed:
-            recorder.rejoin(strand.rank)
+        tracer, strand = self._world.tracer, strand_here()
+        if tracer is not None and strand.timed:
+            tracer.rejoin(strand.rank)
 
     def send(self, source: int, target: int, tag: int, value: torch.Tensor) -> None:
         """Leave `value` for member `target`; never waits."""
-        if self._world.scheduler.tracing:
-            self._world.scheduler.saw(strand_here(), (self.ranks, target, tag), None, False)
+        self._world.scheduler.saw(strand_here(), (self.ranks, target, tag), None, False)
         self._world.bring(value)
-        clock = self._clock().copy() if self._world.detector else None
-        self.mail[source, target, tag].append((value, clock))
-        if self._world.tape:
-            self._world.tape.sync(strand_here(), "send", (self._name, source, target, tag))
+        message, key = _Message(value), (self._name, source, target, tag)
+        self._world.tell(Observer.give, strand_here(), "send", key, message)
+        self.mail[source, target, tag].append(message)
 
     def receive(self, source: int | None, target: int, tag: int) -> tuple[int, torch.Tensor]:
         """The next value that `source` (None: anybody) left for `target`, and who it was."""
@@ -285,18 +290,17 @@ class Team(Members):
         def waits_for() -> str:
             return f"{self._named(source)} to send it something with tag {tag}"
 
-        if tape := self._world.tape:
-            tape.sync(strand_here(), "receive", (self._name, source, target, tag))
-            if source is None:
-                tape.unfit = "a message from anybody"
-        self._world.scheduler.sleep_until(
-            strand_here(), lambda: bool(self.senders(source, target, tag)), waits_for
+        world, strand, key = self._world, strand_here(), (self._name, source, target, tag)
+        world.tell(Observer.await_others, strand, "receive", key)
+        if source is None:
+            world.tell(Observer.unplayable, "a message from anybody")
+        world.scheduler.sleep_until(
+            strand, lambda: bool(self.senders(source, target, tag)), waits_for
         )
         sender = self.senders(source, target, tag)[0]
-        value, clock = self.mail[sender, target, tag].popleft()
-        if clock is not None:
-            self._join(clock)
-        return sender, value
+        message = self.mail[sender, target, tag].popleft()
+        world.tell(Observer.take_over, strand, message)
+        return sender, message.value
 
     def has_mail(self, source: int | None, target: int, tag: int) -> bool:
         """Whether `receive` would not wait; if not, others go on first."""
@@ -305,22 +309,6 @@ class Team(Members):
 
     def _named(self, source: int | None) -> str:
         return "anybody" if source is None else f"rank {self.ranks[source]}"
-
-    def _clock(self) -> Any:
-        assert self._world.detector is not None
-        return self._world.detector.clocks[strand_here().slot]
-
-    def _join(self, clock: Any) -> None:
-        if self._world.detector:
-            own = self._clock()
-            np.maximum(own[: len(clock)], clock, out=own[: len(clock)])
-
-
-def _joined(one: Any, other: Any) -> Any:
-    # Clocks grow as strands come: a shorter one is ordered after nothing of the later strands.
-    joined = other.copy()
-    np.maximum(joined[: len(one)], one, out=joined[: len(one)])
-    return joined
 
 
 def _listed(ranks: Any) -> str:

@@ -1,6 +1,8 @@
 """The virtual world: what ranks share in one schedule, and what happens when they access it.
 
-It observes the interpreter (`interpreter_hooks`), torch ops (`host_access`) and host-side signals.
+The interpreter (`interpreter_hooks`), torch ops (`host_access`) and host-side signals tell it what
+strands do; it tells the scheduler, and its observers (`weft.sim.observer`): the search for races,
+the recording for other schedules, virtual time.
 """
 
 from __future__ import annotations
@@ -9,19 +11,22 @@ import bisect
 import ctypes
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal
+from operator import attrgetter
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec
 
 import numpy as np
 import torch
 
 from weft.collectives.memory.workspace import forget
 from weft.collectives.ranks import pad
-from weft.sim.check.races import ATOMIC, ATOMIC_READ, READ, WRITE, Detector, Region, zeros
+from weft.sim.check.races import READ, WRITE, Detector
 from weft.sim.check.recording import HOST, Tape
+from weft.sim.check.regions import Region, zeros
 from weft.sim.errors import OutOfBoundsError, SimError
 from weft.sim.hooks.host_access import HostAccesses, addresses, tensors_in
 from weft.sim.hooks.host_ops import HostOps
 from weft.sim.hooks.interpreter_hooks import Effect
+from weft.sim.observer import Atomic, HostSignal, Observer
 from weft.sim.run import distributed_hooks
 from weft.sim.run.launches import Launches
 from weft.sim.run.team import Team, Teams, word_told
@@ -29,12 +34,25 @@ from weft.sim.schedule.scheduler import Scheduler, Strand, local, strand_here
 from weft.sim.time.compiling import Launched, launched
 from weft.sim.time.hardware import Hardware
 from weft.sim.time.rotation import Pads
-from weft.sim.time.trace import HostOp, Recorder, Signal, Wait
+from weft.sim.time.trace import Tracer
 
 Programs = Literal["sequential", "concurrent"]
+P = ParamSpec("P")
 
 _GUARD_BYTES = 1 << 20  # untouchable memory before and after each buffer
 _ALIGN = 4096
+_start = attrgetter("start")
+
+
+class _Segment(NamedTuple):
+    """A rank's memory of a symmetric buffer; `name` is the same in every schedule."""
+
+    start: int
+    end: int
+    team: Team
+    rank: int
+    pad_bytes: int
+    name: Hashable
 
 
 class World(Teams[Team]):
@@ -54,39 +72,43 @@ class World(Teams[Team]):
     ) -> None:
         super().__init__()
         self.world_size, self.scheduler, self.programs = world_size, scheduler, programs
-        self.detector = Detector(scheduler.sites) if races and numerics else None
+        self.detector = Detector(scheduler.sites, tape) if races and numerics else None
+        self.tracer = Tracer(world_size) if hardware else None
+        told: tuple[Observer | None, ...] = (self.detector, tape, self.tracer)
+        self.observers = [each for each in told if each]
         self.everybody = tuple(range(world_size))
         self.hardware, self.numerics, self.symmetric = hardware, numerics, symmetric
         self.pads = Pads()
-        self.tape = tape
-        if self.detector:
-            self.detector.tape = tape
-        self.recorder = Recorder(world_size) if hardware else None
         scheduler.explain = self._awaited
-        self._pads: dict[int, tuple[Team, int, int]] = {}  # start of a pad -> (team, rank, bytes)
-        self._names: dict[int, Hashable] = {}  # of segments, by their starts
-        self._starts: list[int] = []  # of segments, in order
-        self._ends: list[int] = []
+        self._segments: list[_Segment] = []  # by address
         self._values: dict[int, int] = {}  # last value seen of a polled word
         self._slots = self._buffers = 0
         self._shared = [0] * world_size  # how many tensors each rank has shared
-        self._launches = Launches(self)
+        self.launch = Launches(self).run
         self.launched: list[Launched] = []
         self._alive: list[Any] = []
+
+    def tell(
+        self, event: Callable[Concatenate[Observer, P], None], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """All observers see `event`, one of `Observer`'s; what they find ends the schedule."""
+        try:
+            for each in self.observers:
+                getattr(each, event.__name__)(*args, **kwargs)
+        except SimError as error:
+            raise self.scheduler.stop(error) from None
 
     def new_strand(self, rank: int) -> Strand:
         """The host of `rank`, with a clock."""
         strand = Strand(rank, self.new_slot(rank, HOST))
-        if self.tape:
-            strand.track = self.tape.track(("host", rank))
+        self.tell(Observer.thread, strand, ("host", rank))
         return strand
 
     def new_slot(self, rank: int, lane: int) -> int:
         """A clock for `lane` of `rank`."""
+        self.tell(Observer.new_lane, rank, lane)
         self._slots += 1
-        if self.tape:
-            self.tape.new_slot(rank, lane)
-        return self.detector.new_slot(rank) if self.detector else self._slots - 1
+        return self._slots - 1
 
     @contextmanager
     def rank(self, strand: Strand) -> Iterator[None]:
@@ -96,18 +118,11 @@ class World(Teams[Team]):
                 with ExitStack() as stack:
                     if self.detector:
                         stack.enter_context(HostAccesses(self._host_access))
-                    if self.recorder:
-                        stack.enter_context(HostOps(self.recorder, self.numerics))
+                    if self.tracer:
+                        stack.enter_context(HostOps(self.tracer, self.numerics))
                     yield
             finally:
                 forget(strand.rank)
-
-    @contextmanager
-    def _reporting(self) -> Iterator[None]:
-        try:
-            yield
-        except SimError as error:
-            raise self.scheduler.stop(error) from None
 
     def new_team(self, name: str, ranks: tuple[int, ...]) -> Team:
         return Team(self, name, ranks)
@@ -127,77 +142,53 @@ class World(Teams[Team]):
         self._alive.append(block)
         base = block.ctypes.data
         start = -(-(base + _GUARD_BYTES) // _ALIGN) * _ALIGN
-        self._pads[start] = (team, rank, pad_bytes)
         self.pads.add(start, pad_bytes, number, rank)
-        if self.recorder:
-            self.recorder.add_memory(start, start + total, rank)
-        # Their addresses are others in every schedule.
-        name = self._names[start] = (team.ranks, team.calls, rank)
-        at = bisect.bisect(self._starts, start)
-        self._starts.insert(at, start)
-        self._ends.insert(at, start + total)
-        if self.detector:
-            data, end = start + pad_bytes, start + total
-            what = f"symmetric buffer {number} of rank {rank}"
-            last = base + len(block)
-            columns = np.zeros(4 * self.world_size, np.int64)  # some strands of every rank signal
-            for region in (
-                Region(base, start, f"before {what}", guard=True),
-                Region(
-                    start,
-                    data,
-                    f"signal pad of {what}",
-                    (*name, "pad"),
-                    granule=8,
-                    slots=columns,
-                ),
-                Region(data, end, what, (*name, "data"), defined=False),
-                Region(end, last, f"past the end of {what}", guard=True),
-            ):
-                if region.end > region.start:
-                    self.detector.add(region)
+        data, end, last = start + pad_bytes, start + total, base + len(block)
+        name = team.ranks, team.calls, rank
+        bisect.insort(self._segments, _Segment(start, end, team, rank, pad_bytes, name))
+        what = f"symmetric buffer {number} of rank {rank}"
+        columns = np.zeros(4 * self.world_size, np.int64)  # some strands of every rank signal
+        pads = f"signal pad of {what}", (*name, "pad")
+        regions = (
+            Region(base, start, f"before {what}", guard=True),
+            Region(start, data, *pads, granule=8, slots=columns),
+            Region(data, end, what, (*name, "data"), defined=False),
+            Region(end, last, f"past the end of {what}", guard=True),
+        )
+        self.tell(Observer.memory, start, end, rank, regions)
         return torch.from_numpy(block)[start - base : start - base + total]
 
     def share(self, x: torch.Tensor) -> None:
         """Others may read the storage of `x` from now on, and for the rest of the schedule."""
-        storage = x.untyped_storage()
+        storage, rank = x.untyped_storage(), strand_here().rank
         start = storage.data_ptr()
-        if self.detector and storage.nbytes() and self.detector.find(start) is None:
-            rank = strand_here().rank
-            self._shared[rank] += 1
-            name = f"a tensor of rank {rank} that others read in place"
-            key = "shared", rank, self._shared[rank]
-            self.detector.add(Region(start, start + storage.nbytes(), name, key))
-        self._keep(storage)
+        self._shared[rank] += 1
+        name = f"a tensor of rank {rank} that others read in place"
+        key = "shared", rank, self._shared[rank]
+        self._keep(storage, Region(start, start + storage.nbytes(), name, key))
 
     def bring(self, value: Any) -> None:
         """Others will read the tensors in `value`: in virtual time, over a link."""
-        if self.recorder:
+        if self.tracer:
             for tensor in tensors_in([value]):
                 self._keep(tensor.untyped_storage())
 
-    def _keep(self, storage: torch.UntypedStorage) -> None:
+    def _keep(self, storage: torch.UntypedStorage, *regions: Region) -> None:
         """Memory of this rank that others read: no other tensor may come to lie there."""
-        if self.recorder:
-            start = storage.data_ptr()
-            self.recorder.add_memory(start, start + storage.nbytes(), strand_here().rank)
+        start, rank = storage.data_ptr(), strand_here().rank
+        self.tell(Observer.memory, start, start + storage.nbytes(), rank, regions)
         self._alive.append(storage)
 
     def read(self, address: int, out: torch.Tensor) -> None:
         """Copy memory that another rank shares."""
-        if self.detector and out.numel():
-            size = out.element_size()
+        strand, size = strand_here(), out.element_size()
+        if out.numel():
             read = np.arange(out.numel(), dtype=np.uint64) * np.uint64(size) + np.uint64(address)
-            with self._reporting():
-                self.detector.access(strand_here(), read, size, READ)
+            self.tell(Observer.access, strand, read, size, READ)
             self._host_access(out, WRITE)
-        if self.recorder:
-            strand, nbytes = strand_here(), out.numel() * out.element_size()
-            source = self.recorder.owner(address, strand.rank)
-            self.recorder.add(strand, HostOp("read", {source: nbytes}, {strand.rank: nbytes}))
-        if not self.numerics and out.is_floating_point():
-            return
-        ctypes.memmove(out.data_ptr(), address, out.numel() * out.element_size())
+        self.tell(Observer.copied, strand, address, out.numel() * size)
+        if self.numerics or not out.is_floating_point():
+            ctypes.memmove(out.data_ptr(), address, out.numel() * size)
 
     # What the interpreter tells, by the thread that runs the kernel
 
@@ -216,36 +207,35 @@ class World(Teams[Team]):
         integer that is stored."""
         strand = strand_here()
         self.scheduler.check()
-        if self.detector:
-            with self._reporting():
-                self.detector.access(strand, accessed, itemsize, kind)
+        self.tell(Observer.access, strand, accessed, itemsize, kind)
         if kind == WRITE:
-            if self.tape:
-                self._record_store(strand, accessed, stored)
-            self.scheduler.progressed(strand)
-            self._stored(accessed)
+            self._stored(strand, accessed, stored)
         elif accessed.size == 1 and (word := self._word(int(accessed[0]))) is not None:
             # A loop may wait by plain loads: a race, but others must be able to go on.
-            if self.tape:
-                self.tape.note(strand, "look", word)
+            self.tell(Observer.plain, strand, "look", word)
             self.scheduler.polled(strand, int(accessed[0]))
             if strand.vain:
                 self.scheduler.point(strand)
 
     def _word(self, address: int) -> Hashable | None:
         """What the word at `address` is called in every schedule; None if it is not shared."""
-        at = bisect.bisect_right(self._starts, address) - 1
-        if at < 0 or address >= self._ends[at]:
-            return None
-        start = self._starts[at]
-        return self._names[start], address - start
+        segment = self._segment(address)
+        return None if segment is None else (segment.name, address - segment.start)
 
-    def _stored(self, accessed: np.ndarray[Any, Any]) -> None:
+    def _segment(self, address: int) -> _Segment | None:
+        at = bisect.bisect_right(self._segments, address, key=_start) - 1
+        return self._segments[at] if at >= 0 and address < self._segments[at].end else None
+
+    def _stored(self, strand: Strand, accessed: np.ndarray[Any, Any], value: int | None) -> None:
         # A plain store may be what another strand polls for: a race, but no deadlock.
         if accessed.size == 1:
-            self.scheduler.changed(int(accessed[0]))
-            return
-        for address in self._polled_among(accessed):
+            changed = [int(accessed[0])]
+            self.tell(Observer.stored, strand, self._word(changed[0]), value, False)
+        else:
+            changed = self._polled_among(accessed)
+            self.tell(Observer.stored, strand, None, value, bool(changed))
+        self.scheduler.progressed(strand)
+        for address in changed:
             self.scheduler.changed(address)
 
     def _polled_among(self, accessed: np.ndarray[Any, Any]) -> list[int]:
@@ -255,18 +245,6 @@ class World(Teams[Team]):
             return []
         near = [address for address in self._values if low <= address <= high]
         return [address for address in near if (accessed == address).any()]
-
-    def _record_store(
-        self, strand: Strand, accessed: np.ndarray[Any, Any], stored: int | None
-    ) -> None:
-        assert self.tape is not None
-        if accessed.size == 1 and (word := self._word(int(accessed[0]))) is not None:
-            self.tape.note(strand, "put", word, stored)
-            return
-        if strand.words:
-            self.tape.note(strand, "progress")
-        if self._polled_among(accessed):
-            self.tape.unfit = "a store to many words, one of which is a signal"
 
     def atomic(
         self,
@@ -282,69 +260,58 @@ class World(Teams[Team]):
         values seen). `wanted` is what a loop around it waits for, if that can be told, `effect`
         what it does to one integer: ("load",), ("add", n), ("set", n), ("swap", if it is, n)."""
         strand, scheduler = strand_here(), self.scheduler
-        first = int(accessed[0])
+        words = accessed.tolist()
+        first = words[0]
         # With programs in turn, what stays within the rank concerns no other strand.
         if scope == "sys" or strand.vain or self.programs == "concurrent":
             scheduler.point(strand)
         else:
             strand.site = scheduler.sites.here()
-        if self.tape:
-            self.tape.flush(strand)
+        self.tell(Observer.flush, strand)
         if effect is not None and effect[0] == "set":
-            with self._reporting():
-                self._check_source(strand, first)
+            self._check_source(strand, first)
         out, changed, seen = run()
-        if self.detector:
-            detector, kind = self.detector, ATOMIC if changed else ATOMIC_READ
-            with self._reporting():
-                detector.access(strand, accessed, itemsize, kind, scope)
-            for address in map(int, accessed):
-                if sem in ("acquire", "acq_rel"):
-                    detector.acquire(strand.slot, address, scope)
-                if sem in ("release", "acq_rel") and changed:
-                    detector.release(strand.slot, address, scope)
         value = int(seen.reshape(-1)[0])
-        if self.tape:
-            known = effect if accessed.size == 1 else None
-            self.tape.atomic(strand, self._word(first), known, value, sem, scope)
         if changed or value >= strand.looks_for.get(first, value):  # else it will look again
             self._saw(strand, first, value, changed)
         if changed:
-            for address in map(int, accessed):
-                scheduler.changed(address)
-                self._time_change(address)
+            for address in words:
+                self._changed(address)
             scheduler.progressed(strand)
         else:
             scheduler.polled(strand, first, wanted)
-        if self.recorder:
-            for address in map(int, accessed):
-                version = self.scheduler.versions.get(address, 0)
-                self.recorder.atomic(strand, address, version, changed, sem)
+        word, known = self._word(first), effect if accessed.size == 1 else None
+        versions = [scheduler.versions.get(address, 0) for address in words]
+        done = Atomic(accessed, itemsize, sem, scope, changed, word, known, value, versions)
+        self.tell(Observer.atomic, strand, done)
         return out
 
     def _check_source(self, strand: Strand, address: int) -> None:
         """Raise if `strand` signals by a word that is another rank's, as programs do that a pad has
         no words for."""
-        at = bisect.bisect_right(self._starts, address) - 1
-        if at < 0 or address >= self._ends[at]:
+        segment = self._segment(address)
+        if segment is None:
             return
-        team, owner, nbytes = self._pads[self._starts[at]]
-        word = (address - self._starts[at]) // pad.WORD_BYTES
+        start, _, team, owner, nbytes, _ = segment
+        word = (address - start) // pad.WORD_BYTES
         if not pad.KERNEL_SLOTS <= word < nbytes // pad.WORD_BYTES:
             return
         phase, member = divmod((word - pad.KERNEL_SLOTS) // pad.MAX_PROGRAMS, len(team.ranks))
         if phase > 1 or strand.rank not in (team.ranks[member], owner):
             whose = "nobody's" if phase > 1 else f"rank {team.ranks[member]}'s"
-            raise OutOfBoundsError(
+            sites = self.scheduler.sites
+            error = OutOfBoundsError(
                 f"rank {strand.rank}, {strand.what}, signals by a word of rank {owner}'s pad that "
                 f"is {whose}: a pad has words for {pad.MAX_PROGRAMS} programs of a rank, 0 to "
                 f"{pad.MAX_PROGRAMS - 1}, in each phase. Launch no more programs than that, or let "
-                f"several share a word:\n  {self.scheduler.sites.text(self.scheduler.sites.here())}"
+                f"several share a word:\n  {sites.text(sites.here())}"
             )
+            raise self.scheduler.stop(error)
 
-    def _time_change(self, address: int) -> None:
-        if self.recorder and self._word(address):
-            self.recorder.changed(address, self.scheduler.versions[address])
+    def _changed(self, address: int) -> None:
+        self.scheduler.changed(address)
+        if self._word(address):
+            self.tell(Observer.changed, address, self.scheduler.versions[address])
 
     def _saw(self, strand: Strand, address: int, value: int | None, wrote: bool) -> None:
         if value is not None:
@@ -355,11 +322,7 @@ class World(Teams[Team]):
 
     def barrier(self) -> None:
         """tl.debug_barrier."""
-        if self.detector:
-            strand = strand_here()
-            self.detector.barrier(strand.slot)
-            if self.tape:
-                self.tape.sync(strand, "barrier", self.tape.place(strand.slot))
+        self.tell(Observer.threads_meet, strand_here())
 
     def expect(self, addresses: Sequence[int], value: int) -> None:
         """A kernel begins to wait for `value` at all `addresses`: what it polled before was not in
@@ -371,18 +334,14 @@ class World(Teams[Team]):
         strand = strand_here()
         strand.looks_for = dict.fromkeys(addresses, value)
         self.scheduler.progressed(strand)
-        if self.tape:
-            self.tape.flush(strand)
-            self.tape.note(strand, "progress")
-            self.tape.await_value(strand, [self._word(address) for address in addresses], value)
+        self.tell(Observer.expect, strand, list(map(self._word, addresses)), value)
 
     def poll(self, address: int, value: int) -> int:
         """A kernel awaits `value` at `address`: it goes on when the word changes."""
         strand = strand_here()
         if self.symmetric:  # the peer that would write it does not run
             ctypes.c_int64.from_address(address).value = value
-            self.scheduler.changed(address)
-            self._time_change(address)
+            self._changed(address)
             return 0
         # Others may have come between this poll and that of another lane.
         version = strand.words[address]
@@ -393,10 +352,10 @@ class World(Teams[Team]):
         """What a strand waits for that polls the word at `address`."""
         want = "another value" if value is None else str(value)
         seen = self._values.get(address, 0)
-        for start, (team, rank, nbytes) in self._pads.items():
-            word = (address - start) // pad.WORD_BYTES
-            if start <= address < start + nbytes:
-                return f"{want} in {word_told(team, rank, word, seen)}"
+        segment = self._segment(address)
+        if segment and address < segment.start + segment.pad_bytes:
+            word = (address - segment.start) // pad.WORD_BYTES
+            return f"{want} in {word_told(segment.team, segment.rank, word, seen)}"
         region = self.detector.find(address) if self.detector else None
         if self.detector is None or region is None:
             return f"{want} in the word at {address:#x}, which is {seen}"
@@ -406,90 +365,54 @@ class World(Teams[Team]):
 
     def launches(self, fn: Callable[..., Any], grid: Any, given: dict[str, Any]) -> None:
         """`fn` is about to be launched: keep what it would be compiled from for these GPUs."""
-        if self.recorder:
+        if self.tracer:
             programs = grid(given) if callable(grid) else grid
             self.launched.append(launched(strand_here().rank, fn, programs, given))
-
-    def launch(
-        self,
-        kernel: str,
-        arguments: list[Any],
-        warps: int,
-        programs: list[tuple[int, int, int]],
-        run: Callable[[tuple[int, int, int]], None],
-    ) -> None:
-        """Run all programs of a launch, of `warps` warps each."""
-        self._launches.run(kernel, arguments, warps, programs, run)
 
     # What torch and the host do
 
     def python_read(self, tensor: torch.Tensor) -> None:
         """`tensor.tolist()` comes next."""
-        if self.detector and local.strand is not None:
+        if local.strand is not None:
             self._host_access(tensor, READ)
 
     def _host_access(self, tensor: torch.Tensor, kind: str) -> None:
-        assert self.detector is not None
         if tensor.device.type != "cpu" or tensor.layout != torch.strided or not tensor.numel():
             return
-        if self.detector.find(tensor.data_ptr()) is None:
-            return
-        with self._reporting():
-            self.detector.access(strand_here(), addresses(tensor), tensor.element_size(), kind)
+        if self.detector and self.detector.find(tensor.data_ptr()):
+            accessed, size = addresses(tensor), tensor.element_size()
+            self.tell(Observer.access, strand_here(), accessed, size, kind)
 
     def post(self, address: int, value: int, write: Callable[[], None]) -> None:
         """A host-side release: `write` stores `value` in the word at `address`."""
-        strand = strand_here()
+        strand, word = strand_here(), self._word(address)
         self.scheduler.point(strand)
-        if self.tape:
-            self.tape.flush(strand)
-        if self.detector:
-            with self._reporting():
-                self.detector.access(strand, _one(address), pad.WORD_BYTES, ATOMIC)
-            self.detector.release(strand.slot, address, "sys", host=True)
-        if self.tape:
-            self.tape.signal(strand, "post", self._word(address), value)
+        self.tell(Observer.flush, strand)
         write()
         self.scheduler.changed(address)
-        if self.recorder:
-            version, owner = self.scheduler.versions[address], self.recorder.owner(address, -1)
-            self.recorder.add(strand, Signal(address, version, owner))
+        version = self.scheduler.versions[address]
+        self.tell(Observer.post, strand, HostSignal(address, word, value, version))
         self._saw(strand, address, None, True)
 
     def acquire(self, address: int, read: Callable[[], int], value: int) -> None:
         """A host-side acquire: until the word at `address` is at least `value`."""
-        strand = strand_here()
+        strand, word = strand_here(), self._word(address)
         self.scheduler.point(strand)
-        if self.tape:
-            self.tape.flush(strand)
+        self.tell(Observer.flush, strand)
         while True:
             seen = read()
             self._saw(strand, address, seen, False)
-            if self.detector:
-                with self._reporting():
-                    self.detector.access(strand, _one(address), pad.WORD_BYTES, ATOMIC_READ)
-                self.detector.acquire(strand.slot, address, "sys")
-            if seen >= value:
-                if self.tape:
-                    self.tape.signal(strand, "await", self._word(address), value)
-                if self.recorder:
-                    version = self.scheduler.versions.get(address, 0)
-                    self.recorder.add(strand, Wait({address: version}))
-                return
-            if self.tape:
-                self.tape.take(strand)
-            self.scheduler.looks_again(strand)
             version = self.scheduler.versions.get(address, 0)
+            awaited = HostSignal(address, word, value, version)
+            self.tell(Observer.look, strand, awaited, seen >= value)
+            if seen >= value:
+                return
+            self.scheduler.looks_again(strand)
             self.scheduler.sleep_on(strand, address, version, lambda: self._awaited(address, value))
 
     def word_access(self, address: int, kind: str, value: int = 0) -> None:
         """The host reads a word of a pad as plain memory, or writes `value` there."""
-        if self.tape and kind == WRITE:
-            self.tape.note(strand_here(), "poke", self._word(address), value)
-        if self.detector:
-            with self._reporting():
-                self.detector.access(strand_here(), _one(address), pad.WORD_BYTES, kind)
-
-
-def _one(address: int) -> np.ndarray[Any, Any]:
-    return np.array([address], np.uint64)
+        strand, accessed = strand_here(), np.array([address], np.uint64)
+        self.tell(Observer.access, strand, accessed, pad.WORD_BYTES, kind)
+        if kind == WRITE:
+            self.tell(Observer.plain, strand, "poke", self._word(address), value)

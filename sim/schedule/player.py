@@ -4,7 +4,7 @@ What a strand does follows from what it reads: the words of signals, and memory.
 which every strand reads what it read in a schedule that was run does the same, and only the order
 of operations needs to be played:
 
-    run, in the interpreter       ->  a tape of each strand  ->  pieces, and which accesses conflict
+    run, in the interpreter       ->  a tape of each strand  ->  stretches, accesses in conflict
     play, signals and clocks only <-  another schedule       <-
 
 A play is valid if each atomic finds a value that it has found before, each wait ends, and signals
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from weft.sim.check.recording import Op
-from weft.sim.check.replay import Piece, Recording
+from weft.sim.check.replay import Recording, Stretch
 from weft.sim.check.vector_clocks import Array, Clocks
 from weft.sim.schedule.scheduler import Scheduler, Stop, Strand
 from weft.sim.schedule.schedules import Directed, Policy
@@ -35,7 +35,7 @@ class DiffersError(Exception):
 
 
 @dataclass(frozen=True)
-class Played:
+class Play:
     """A play that holds.
 
     Attributes:
@@ -69,7 +69,7 @@ class Player:
         self._bodies: dict[Strand, Iterator[None]] = {}
         self._seen: dict[Hashable, list[int]] = {}
 
-    def play(self) -> Played:
+    def play(self) -> Play:
         """To the end of all strands.
 
         Raises:
@@ -92,24 +92,24 @@ class Player:
             scheduler.switches += chosen is not current and not ended
             current = chosen
         seen = hash(frozenset((key, tuple(found)) for key, found in self._seen.items()))
-        return Played(scheduler.policy, scheduler.switches, seen)
+        return Play(scheduler.policy, scheduler.switches, seen)
 
     def _start(self, strand: Strand, key: Hashable, host: Strand | None) -> None:
-        piece = self._recording.pieces.get(key)
-        if piece is None:
+        stretch = self._recording.stretches.get(key)
+        if stretch is None:
             raise DiffersError
         self._scheduler.live.append(strand)
-        self._bodies[strand] = self._body(strand, piece, self._seen.setdefault(key, []), host)
+        self._bodies[strand] = self._body(strand, stretch, self._seen.setdefault(key, []), host)
 
     def _body(
-        self, strand: Strand, piece: Piece, seen: list[int], host: Strand | None
+        self, strand: Strand, stretch: Stretch, seen: list[int], host: Strand | None
     ) -> Iterator[None]:
         """Yields wherever another strand may go on."""
         scheduler, clocks, values = self._scheduler, self._clocks, self._values
         versions, concurrent = scheduler.versions, self._recording.concurrent
         while True:
             found: int | None = None
-            for step in piece.steps:
+            for step in stretch.steps:
                 kind = step[0]
                 if kind == "touch":
                     self._touch(step[1])
@@ -143,11 +143,11 @@ class Player:
                     yield from self._sleep(strand, step, seen)
                 else:
                     self._plainly(strand, step)
-            if not piece.branches:
+            if not stretch.branches:
                 break
-            if found not in piece.branches:
+            if found not in stretch.branches:
                 raise DiffersError
-            piece = piece.branches[found]
+            stretch = stretch.branches[found]
         if host is not None:
             self._left[host] -= 1
 
@@ -288,9 +288,9 @@ def outcome(effect: tuple[Any, ...], value: int) -> tuple[int, bool]:
     return (new, new != value) if value == wanted else (value, False)
 
 
-def play(recording: Recording, policy: Policy) -> Played | None:
+def play(recording: Recording, policy: Policy) -> Play | None:
     """The schedule of `policy`, which is left as it was; None if it must be run."""
-    if recording.unfit or not recording.pieces:
+    if recording.unfit or not recording.stretches:
         return None
     try:
         return Player(recording, copy.deepcopy(policy)).play()
@@ -298,7 +298,7 @@ def play(recording: Recording, policy: Policy) -> Played | None:
         return None
 
 
-def made_by(policy: Policy, played: Played) -> None:
+def made_by(policy: Policy, played: Play) -> None:
     """Let `policy` know what was chosen."""
     if isinstance(policy, Directed) and isinstance(played.policy, Directed):
         policy.made[:] = played.policy.made

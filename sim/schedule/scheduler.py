@@ -180,6 +180,8 @@ class Scheduler:
 
     def saw(self, strand: Strand, word: Hashable, value: Hashable, wrote: bool) -> None:
         """`strand` has found `value` in `word`, and may have left another: for `tracing`."""
+        if not self.tracing:
+            return
         strand.seen_before = self._seen.get(strand.name, 0)
         self._seen[strand.name] = hash((strand.seen_before, word, value))
         if wrote:

@@ -86,17 +86,17 @@ class Directed:
 
     def __init__(self, changes: Changes = ()) -> None:
         self._changes = dict(changes)
-        self.made: list[Choice] = []
+        self.made: list[Pick] = []
 
     def pick(self, able: list[Strand], current: Strand | None) -> Strand:
         default = able.index(current) if current in able else 0
         # A change of another program's schedule may not be possible here.
         chosen = min(self._changes.get(len(self.made), default), len(able) - 1)
-        self.made.append(Choice(chosen, default, len(able)))
+        self.made.append(Pick(chosen, default, len(able)))
         return able[chosen]
 
 
-class Choice(NamedTuple):
+class Pick(NamedTuple):
     """Of strands that could go on: the one chosen, the one that ran before, how many there were."""
 
     chosen: int
@@ -104,11 +104,11 @@ class Choice(NamedTuple):
     options: int
 
 
-def _changes_of(made: Sequence[Choice]) -> Changes:
+def _changes_of(made: Sequence[Pick]) -> Changes:
     return tuple((step, c.chosen) for step, c in enumerate(made) if c.chosen != c.default)
 
 
-def _others(made: Sequence[Choice], steps: Iterable[int]) -> list[tuple[int, int]]:
+def _others(made: Sequence[Pick], steps: Iterable[int]) -> list[tuple[int, int]]:
     """Every choice at one of `steps` that was not `made`: (step, who instead)."""
     return [
         (step, other)
@@ -118,7 +118,7 @@ def _others(made: Sequence[Choice], steps: Iterable[int]) -> list[tuple[int, int
     ]
 
 
-def _departing(made: Sequence[Choice], change: tuple[int, int]) -> Changes:
+def _departing(made: Sequence[Pick], change: tuple[int, int]) -> Changes:
     """What was `made` up to a change, and the default after."""
     return (*_changes_of(made[: change[0]]), change)
 
@@ -136,7 +136,7 @@ def preempting(seed: int, budget: int) -> Iterator[tuple[Changes, Directed]]:
     policy = Directed()
     yield (), policy
     once = _others(policy.made, range(len(policy.made)))
-    traces: list[tuple[list[Choice], list[tuple[int, int]]]] = []
+    traces: list[tuple[list[Pick], list[tuple[int, int]]]] = []
     for change in chance.sample(once, min(len(once), budget // 2)):
         changes: Changes = (change,)
         policy = Directed(changes)

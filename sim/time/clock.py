@@ -24,7 +24,7 @@ from weft.sim.time.hardware import Hardware
 from weft.sim.time.trace import (
     Beside,
     HostOp,
-    Launch,
+    KernelLaunch,
     Meet,
     ProgramEvent,
     Rejoin,
@@ -47,7 +47,7 @@ _LIBRARY_TILES = ((128, 256), (128, 128), (64, 128), (64, 64))
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TimeSpan:
     """A core of `rank` from `start` to `end` (us): "arithmetic", "moving", "waiting".
 
     `peer` is the rank whose signal was waited for; -1: none.
@@ -73,8 +73,8 @@ class Played:
     """
 
     makespan: float
-    spans: list[Span]
-    launches: list[Span]
+    spans: list[TimeSpan]
+    launches: list[TimeSpan]
     link_bytes: float
     hbm_bytes: float
 
@@ -243,8 +243,8 @@ class Clock:
         self._awaited: dict[tuple[int, int], Join] = {}
         self._to_come = set(_changes(trace))
         self._meetings: dict[Hashable, Join] = {}
-        self._spans: list[Span] = []
-        self._launches: list[Span] = []
+        self._spans: list[TimeSpan] = []
+        self._launches: list[TimeSpan] = []
 
     def play(self) -> Played:
         """From start to end."""
@@ -273,16 +273,16 @@ class Clock:
         before: StreamEvent | None = None
         for event in events:
             start = engine.now
-            if isinstance(event, Launch):
+            if isinstance(event, KernelLaunch):
                 yield start + hardware.launch_us
                 start = engine.now
                 yield self._launch(rank, event, beside)
-                self._launches.append(Span(rank, -1, event.kernel, "kernel", start, engine.now))
+                self._launches.append(TimeSpan(rank, -1, event.kernel, "kernel", start, engine.now))
             elif isinstance(event, HostOp):
                 yield start + (hardware.collective_us if event.collective else hardware.launch_us)
                 start = engine.now
                 yield from self._host_op(rank, event)
-                self._launches.append(Span(rank, -1, event.name, "kernel", start, engine.now))
+                self._launches.append(TimeSpan(rank, -1, event.name, "kernel", start, engine.now))
             elif isinstance(event, Signal):
                 # A small kernel that signals all peers.
                 if not isinstance(before, Signal):
@@ -295,7 +295,7 @@ class Clock:
                 if engine.now > start:
                     peer = self._last_to_come(event)
                     self._launches.append(
-                        Span(rank, -1, "wait", "waiting", start, engine.now, peer)
+                        TimeSpan(rank, -1, "wait", "waiting", start, engine.now, peer)
                     )
             elif isinstance(event, Meet):
                 meeting = self._meetings.setdefault(event.key, Join(event.count))
@@ -307,7 +307,7 @@ class Clock:
                 yield from others
             before = event
 
-    def _launch(self, rank: int, launch: Launch, beside: bool) -> Join:
+    def _launch(self, rank: int, launch: KernelLaunch, beside: bool) -> Join:
         """All its programs, in order, on the cores that become free."""
         together = 1
         if not launch.multiplies:
@@ -414,7 +414,7 @@ class Clock:
                 else:
                     self._deliver(rank, event)
             if engine.now > start:
-                self._spans.append(Span(rank, core, kernel, kind, start, engine.now, peer))
+                self._spans.append(TimeSpan(rank, core, kernel, kind, start, engine.now, peer))
         yield stored
 
     # Memory
@@ -574,7 +574,7 @@ def _changes(trace: Trace) -> list[tuple[int, int]]:
     found = []
     for rank in range(len(trace.streams)):
         for event in trace.events(rank):
-            if isinstance(event, Launch):
+            if isinstance(event, KernelLaunch):
                 for events in event.programs:
                     found += [
                         (e.address, e.version) for e in events if isinstance(e, (Signal, Update))

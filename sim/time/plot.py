@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from weft.sim.time.clock import Span
+    from weft.sim.time.clock import TimeSpan
     from weft.sim.time.timeline import Timeline
 
 _COLOURS = {"arithmetic": "#2f6f9f", "moving": "#e0a030", "waiting": "#c04040"}
@@ -60,7 +60,7 @@ def _us(us: float) -> str:
     return f"{us:.0f} us" if us >= 1000 else f"{us:.3g} us"
 
 
-def _draw_cores(axis: Any, spans: list[Span]) -> None:
+def _draw_cores(axis: Any, spans: list[TimeSpan]) -> None:
     bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
     for span in spans:
         bars.setdefault((span.core, span.kind), []).append((span.start, span.end - span.start))
@@ -68,7 +68,7 @@ def _draw_cores(axis: Any, spans: list[Span]) -> None:
         axis.broken_barh(places, (core, 1), facecolors=_COLOURS[kind], linewidth=0)
 
 
-def _draw_kernels(axis: Any, launches: list[Span], makespan_us: float, cores: int) -> None:
+def _draw_kernels(axis: Any, launches: list[TimeSpan], makespan_us: float, cores: int) -> None:
     """When each kernel ran, and its name as far as there is room."""
     height = _STRIP * cores
     for span in launches:
@@ -82,7 +82,7 @@ def _draw_kernels(axis: Any, launches: list[Span], makespan_us: float, cores: in
             axis.text(middle, -height / 2, name, ha="center", va="center", fontsize=7, clip_on=True)
 
 
-def _waited(rank: int, spans: list[Span]) -> str:
+def _waited(rank: int, spans: list[TimeSpan]) -> str:
     """For whom the cores of `rank`, and its streams, waited."""
     waited: dict[int, float] = {}
     for span in spans:

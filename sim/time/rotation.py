@@ -16,7 +16,7 @@ from bisect import bisect_right
 from dataclasses import replace
 
 from weft.collectives.ranks import pad
-from weft.sim.time.trace import Launch, ProgramEvent, Store, Trace, Wait, Work
+from weft.sim.time.trace import KernelLaunch, ProgramEvent, Store, Trace, Wait, Work
 
 
 class Pads:
@@ -64,9 +64,9 @@ def _turned(word: int, by: int, ranks: int) -> int:
 
 def complete(trace: Trace, pads: Pads) -> None:
     """Fill in the launches of the ranks above 0, which do not have their programs yet."""
-    first = [event for event in trace.events(0) if isinstance(event, Launch)]
+    first = [event for event in trace.events(0) if isinstance(event, KernelLaunch)]
     for rank in range(1, len(trace.streams)):
-        launches = [event for event in trace.events(rank) if isinstance(event, Launch)]
+        launches = [event for event in trace.events(rank) if isinstance(event, KernelLaunch)]
         if [launch.kernel for launch in launches] != [launch.kernel for launch in first]:
             raise ValueError(
                 f"symmetric=True needs ranks that launch the same kernels, but rank 0 launches "

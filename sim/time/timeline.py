@@ -12,7 +12,7 @@ from typing import Any
 
 from weft.sim.time.clock import Played, library_matmul_us, play
 from weft.sim.time.hardware import Hardware, named
-from weft.sim.time.trace import HostOp, Launch, Store, Trace, Work
+from weft.sim.time.trace import HostOp, KernelLaunch, Store, Trace, Work
 
 KINDS = ("arithmetic", "moving", "waiting", "idle")
 
@@ -73,7 +73,7 @@ class Timeline:
         for event in self.trace.events(rank):
             if isinstance(event, HostOp) and event.matmul is not None:
                 total += library_matmul_us(hardware, *event.matmul, event.dtype)
-            elif isinstance(event, Launch):
+            elif isinstance(event, KernelLaunch):
                 cores = [0.0] * hardware.cores
                 dots = (w.flops / hardware.core_flops_per_us(w.dtype) for w in _tiles(event))
                 # The longest first, as short ones then fill what these leave.
@@ -210,7 +210,7 @@ class Timeline:
         )
 
 
-def _tiles(launch: Launch) -> Iterator[Work]:
+def _tiles(launch: KernelLaunch) -> Iterator[Work]:
     """The dots of each tile: what a program multiplies before it stores, with or without waits."""
     for events in launch.programs:
         tile = Work()
@@ -226,7 +226,7 @@ def _tiles(launch: Launch) -> Iterator[Work]:
 
 def _whole_chip_us(hardware: Hardware, event: object) -> float:
     """Its dots at the rate of the whole chip."""
-    if isinstance(event, Launch):
+    if isinstance(event, KernelLaunch):
         us = sum(w.flops / hardware.core_flops_per_us(w.dtype) for w in _tiles(event))
         return us / hardware.cores
     if isinstance(event, HostOp) and event.matmul is not None:

@@ -1,15 +1,15 @@
 """The events of a run that take time, without the time they take.
 
-A lane is a sequence of events: a rank's stream (`Launch`, `HostOp`, signals), or one program of a
-launch (`Work`, `Store`, signals). `weft.sim.time.clock` plays a trace on a `Hardware`. Lengths are
-in bytes and flop; nothing here depends on a chip, so that one trace can be played on several.
+A lane is a sequence of events: a rank's stream (`KernelLaunch`, `HostOp`, signals), or one program
+of a launch (`Work`, `Store`, signals). `weft.sim.time.clock` plays a trace on a `Hardware`. Lengths
+are in bytes and flop; nothing here depends on a chip, so that one trace can be played on several.
 """
 
 from __future__ import annotations
 
 import ctypes
 from bisect import bisect_right
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from weft.sim.observer import Atomic, HostSignal, Observer
+
 if TYPE_CHECKING:
+    from weft.sim.check.regions import Region
     from weft.sim.schedule.scheduler import Strand
 
 Array = npt.NDArray[Any]
@@ -124,7 +127,7 @@ ProgramEvent = Work | Store | Signal | Wait | Update
 
 
 @dataclass(slots=True)
-class Launch:
+class KernelLaunch:
     """A kernel. `warps` bounds how many of its programs fit on a core together."""
 
     kernel: str
@@ -137,7 +140,7 @@ class Launch:
         return any(isinstance(e, Work) and e.turns for events in self.programs for e in events)
 
 
-StreamEvent = Launch | HostOp | Signal | Wait | Meet | Beside | Rejoin
+StreamEvent = KernelLaunch | HostOp | Signal | Wait | Meet | Beside | Rejoin
 
 
 @dataclass
@@ -231,7 +234,7 @@ class Lane:
         return True
 
 
-class Recorder:
+class Tracer(Observer):
     """Collects the trace of a run."""
 
     def __init__(self, world_size: int) -> None:
@@ -244,15 +247,15 @@ class Recorder:
         self._current = list(self.trace.streams)  # rank -> the stream that it enqueues in
         self._beside: dict[tuple[int, int], list[StreamEvent]] = {}  # (rank, number), not rejoined
 
-    def add_memory(self, start: int, end: int, owner: int) -> None:
-        """`owner`'s symmetric memory; all else belongs to the rank that accesses it."""
+    def memory(self, start: int, end: int, rank: int, regions: Sequence[Region] = ()) -> None:
+        """`rank`'s memory that others reach; all else belongs to the rank that accesses it."""
         at = bisect_right(self._starts, start)
         if at and self._starts[at - 1] == start:
-            self._ends[at - 1], self._owners[at - 1] = end, owner
+            self._ends[at - 1], self._owners[at - 1] = end, rank
             return
         self._starts.insert(at, start)
         self._ends.insert(at, end)
-        self._owners.insert(at, owner)
+        self._owners.insert(at, rank)
 
     def owner(self, address: int, rank: int) -> int:
         """Whose memory it is, for an access by `rank`."""
@@ -299,15 +302,31 @@ class Recorder:
         value = ctypes.c_int64.from_address(address).value
         self._values.setdefault(address, []).append((version, value))
 
-    def atomic(self, strand: Strand, address: int, version: int, changed: bool, order: str) -> None:
-        """`strand` has changed a word, or read it; it had changed `version` times after that."""
-        owner = self.owner(address, strand.rank)
-        if not changed:
-            self.add(strand, Wait(self._awaited(strand, address, version)))
-        elif order in ("acquire", "acq_rel"):
-            self.add(strand, Update(address, version, owner))
-        else:
-            self.add(strand, Signal(address, version, owner, order == "release"))
+    def atomic(self, strand: Strand, done: Atomic) -> None:
+        for address, version in zip(map(int, done.addresses), done.versions, strict=True):
+            owner = self.owner(address, strand.rank)
+            if not done.changed:
+                self.add(strand, Wait(self._awaited(strand, address, version)))
+            elif done.sem in ("acquire", "acq_rel"):
+                self.add(strand, Update(address, version, owner))
+            else:
+                self.add(strand, Signal(address, version, owner, done.sem == "release"))
+
+    def post(self, strand: Strand, signal: HostSignal) -> None:
+        owner = self.owner(signal.address, -1)
+        self.add(strand, Signal(signal.address, signal.version, owner))
+
+    def look(self, strand: Strand, signal: HostSignal, found: bool) -> None:
+        if found:
+            self.add(strand, Wait({signal.address: signal.version}))
+
+    def await_others(self, strand: Strand, op: str, key: Hashable, *size: int) -> None:
+        if op == "attend":
+            self.add(strand, Meet(key, *size))
+
+    def copied(self, strand: Strand, address: int, nbytes: int) -> None:
+        source = self.owner(address, strand.rank)
+        self.add(strand, HostOp("read", {source: nbytes}, {strand.rank: nbytes}))
 
     def _awaited(self, strand: Strand, address: int, last: int) -> dict[int, int]:
         """The changes that a poll waited for: the last, or earlier ones if it looks for theirs."""
@@ -359,6 +378,6 @@ class Recorder:
         if not strand.timed:
             return None
         lanes = [Lane() for _ in range(programs)]
-        launch = Launch(kernel, warps, [lane.events for lane in lanes])
+        launch = KernelLaunch(kernel, warps, [lane.events for lane in lanes])
         self._current[strand.rank].append(launch)
         return lanes

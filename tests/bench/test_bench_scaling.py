@@ -56,7 +56,7 @@ def test_the_same_problems_measured_by_others() -> None:
 
 
 def test_the_best_library_has_the_chip_that_the_kernel_has() -> None:
-    row = scaling_page.Row("H100", "matmul_all_reduce", "toy", 8, 512, 8192, 3584)
+    row = scaling_page.EngineTimes("H100", "matmul_all_reduce", "toy", 8, 512, 8192, 3584)
     by, us = scaling_tables.best_library(row)
     # Two waves of half tiles at all that is sustained, 8 MiB by the switch at 0.6 of its port.
     assert by == "NVLS"

@@ -242,7 +242,7 @@ def test_boxes(dtype: torch.dtype, op: str | None) -> None:
 
 
 def test_boxes_are_copied_in_wide_words_of_few_dims() -> None:
-    def table(*boxes: pull.Box, **kwargs: Any) -> pull.Table:
+    def table(*boxes: pull.Box, **kwargs: Any) -> pull.BoxTable:
         return pull.table_of(boxes, 0, torch.bfloat16, torch.device("cpu"), **kwargs)
 
     whole = pull.Box((1,), (4, 2, 8), 0, (16, 8, 1), 64, (16, 8, 1))

@@ -153,7 +153,7 @@ def test_a_time_out_shows_the_last_calls_of_all_ranks(own_ranks: Any) -> None:
 
 def rings(*sequences: str) -> list[flight.Calls]:
     """What each of the ranks of a group sees that have made these calls, a letter each."""
-    recorders = [flight.Recorder() for _ in sequences]
+    recorders = [flight.FlightRecorder() for _ in sequences]
     readers = {r: flight.Reader(each.ring) for r, each in enumerate(recorders)}
     groups = [flight.Calls("g", readers, each) for each in recorders]
     for calls, sequence in zip(groups, sequences, strict=True):
@@ -170,7 +170,7 @@ def test_the_ring_holds_the_last_calls_only() -> None:
 
 
 def test_groups_and_processes_do_not_mix() -> None:
-    own = flight.Recorder()
+    own = flight.FlightRecorder()
     readers = {0: flight.Reader(own.ring)}
     one, other = (flight.Calls(name, readers, own) for name in "xy")
     for calls, letters in ((one, "ab"), (other, "c"), (one, "d")):

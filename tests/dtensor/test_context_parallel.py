@@ -11,7 +11,7 @@ from dtensors import world
 from torch.nn import functional
 
 import weft
-from weft.demo.model import Llama, Shape
+from weft.demo.model import Llama, LlamaShape
 from weft.dtensor import Shard, distribute_tensor, init_device_mesh
 from weft.dtensor.experimental import context_parallel, context_parallel_unshard
 from weft.kernels import to_zigzag
@@ -66,7 +66,7 @@ def test_plain_model() -> None:
     world_size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,))
     torch.manual_seed(0)
-    plain = Llama(Shape(d_model=32, layers=2, heads=4, kv_heads=2, ffn=48, seq_len=30))
+    plain = Llama(LlamaShape(d_model=32, layers=2, heads=4, kv_heads=2, ffn=48, seq_len=30))
     text = torch.randint(256, (2, 31), generator=torch.Generator().manual_seed(1))
     tokens, labels = text[:, :-1].clone(), text[:, 1:].clone()
     expected = plain(tokens)

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from weft.demo.model import Llama, Shape, parallelize
+from weft.demo.model import Llama, LlamaShape, parallelize
 from weft.dtensor import (
     DeviceMesh,
     DTensor,
@@ -277,7 +277,7 @@ def test_one_graph_for_all_batches(
 @pytest.mark.ranks(2)
 def test_llama() -> None:
     mesh = world()
-    shape = Shape(d_model=32, layers=1, heads=4, kv_heads=2, ffn=48, seq_len=16)
+    shape = LlamaShape(d_model=32, layers=1, heads=4, kv_heads=2, ffn=48, seq_len=16)
     torch.manual_seed(0)
     plain = Llama(shape)
     model = copy.deepcopy(plain)

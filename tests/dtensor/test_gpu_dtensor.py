@@ -144,13 +144,13 @@ def test_training_and_checkpoint(gpu_ranks: GpuRanks, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.environ.get("GPU_RANKS", "2")[0] != "2", reason="it is of two ranks")
 def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from weft.demo.model import Shape
+    from weft.demo.model import LlamaShape
     from weft.demo.run import run_demo
     from weft.demo.train import Run
 
     # In the first step all kernels are compiled, and nobody hears of it.
     monkeypatch.setenv("WEFT_TIMEOUT_S", "120")
-    shape = Shape(d_model=64, layers=1, heads=4, kv_heads=2, ffn=64, seq_len=32)
+    shape = LlamaShape(d_model=64, layers=1, heads=4, kv_heads=2, ffn=64, seq_len=32)
     run = Run(shape, steps=3, batch=2, lr=1e-3, seed=0, device="cuda", text_bytes=4)
     found = run_demo(run, 2, tmp_path)
     assert found.agrees, found.differences

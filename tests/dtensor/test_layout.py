@@ -19,13 +19,16 @@ from weft.dtensor.layout.boxes import Layout, chunk, contiguous_stride, layout_o
 from weft.dtensor.move import collective_plans
 from weft.dtensor.move.collective_plans import collective_plan
 from weft.dtensor.move.transfers import MovePlan, plan
+from weft.dtensor.rules.attention import attention_plan
 
 MESHES = [(1,), (2,), (3,), (4,), (7,), (2, 2), (2, 3), (4, 2), (2, 2, 2)]
 SHAPES = [(0,), (1,), (5,), (8,), (3, 4), (5, 7), (8, 8), (2, 3, 5)]
 
 
 class Mesh:
-    """As much of a DeviceMesh as layouts look at."""
+    """As much of a DeviceMesh as layouts and prices look at."""
+
+    device_type = "cpu"
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape, self.ndim = shape, len(shape)
@@ -287,3 +290,27 @@ def test_sums_and_maxima_do_not_mix() -> None:
             layout((4,), (2, 2), [Partial("sum"), Partial("max")]),
             layout((4,), (2, 2), [Replicate(), Replicate()]),
         )
+
+
+def test_parts_count_the_mesh_dims_that_cut() -> None:
+    cut = layout((12, 8), (2, 3, 2), [Shard(0), Replicate(), _StridedShard(0, split_factor=2)])
+    assert [cut.parts(), cut.parts(0), cut.parts(1), cut.parts(but=0)] == [4, 4, 1, 2]
+    assert layout((12, 8), (2, 3), [Shard(1), Shard(0)]).parts(0, but=1) == 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "mesh", "placed", "expected"),
+    [
+        ((8, 4), (2, 4), [Shard(0), Shard(1)], [Shard(0), Shard(1)]),  # though not by all 8 ranks
+        ((8, 4), (2, 2), [Shard(1), Shard(1)], [Shard(1), Shard(1)]),
+        ((8, 4), (2, 4), [Shard(1), Shard(1)], [Replicate(), Replicate()]),
+        ((6, 2), (2, 4), [Shard(0), Shard(1)], [Shard(0), Shard(0)]),
+        ((3, 3), (2, 4), [Shard(1), Shard(1)], [Shard(1), Shard(1)]),  # to each its own keys
+    ],
+)
+def test_attention_cuts_heads_only_where_their_keys_are(
+    heads: tuple[int, int], mesh: tuple[int, int], placed: Any, expected: Any
+) -> None:
+    q = layout((3, heads[0], 6, 8), mesh, placed)
+    k, v = (layout((3, heads[1], 6, 8), mesh, [p, Replicate()]) for p in (Shard(1), placed[0]))
+    assert list(attention_plan(q, k, v, None, True, True).outputs[0]) == expected

@@ -165,10 +165,23 @@ def test_chips_have_names(monkeypatch):
         yield from ()
 
     monkeypatch.setattr(aot, "compile_all", compile_all)
+    monkeypatch.setattr(aot, "_launches", lambda *_: [("up", None)])
     monkeypatch.setattr(aot.signals, "INTERPRETED", False)
-    with pytest.raises(SystemExit):  # nothing was compiled
-        aot.main(["--arch", "h100,a100", "H200", "gfx942"])
+    assert aot.main(["--arch", "h100,a100", "H200", "gfx942"]) == 0
     assert asked == ["sm_90", "sm_80", "gfx942"]
+
+
+def test_an_unknown_case_is_refused_before_the_table(monkeypatch, capsys):
+    monkeypatch.setattr(aot, "_launches", lambda arch, *_: [("up", None)] * (arch == "sm_90"))
+    monkeypatch.setattr(aot.signals, "INTERPRETED", False)
+    for given, said in (
+        (["--arch", "h100", "--case", "up", "upp"], "no case 'upp': there are up"),
+        (["--arch", "a100", "--dtype", "float8_e4m3fn"], "sm_80: no kernels of float8_e4m3fn"),
+    ):
+        with pytest.raises(SystemExit):
+            aot.main(given)
+        told = capsys.readouterr()
+        assert said in told.err and not told.out
 
 
 @pytest.mark.parametrize(("given", "named"), [("sm_90,sm_42", "'sm_42'"), (",", "','")])

@@ -257,9 +257,9 @@ def test_large_sums_are_merged_some_columns_at_a_time(monkeypatch: pytest.Monkey
 
 @needs_interpreter
 def test_many_rows_on_a_key_head_are_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert decode_tiles.tile_of(64, 192, torch.bfloat16) == (32, 256, 2)
+    assert decode_tiles.tile_shape(64, 192, torch.bfloat16) == (32, 256, 2)
     monkeypatch.setattr(decode_tiles, "_TILE", 2 * 16 * 16)
-    assert decode_tiles.tile_of(39, 12, torch.float32) == (16, 16, 3)  # the last one of 7 rows
+    assert decode_tiles.tile_shape(39, 12, torch.float32) == (16, 16, 3)  # the last one of 7 rows
     sim.run(3, lambda rank: decode_twice(rank, 12, H=13, T=3))
 
 
@@ -312,7 +312,7 @@ def test_more_keys_than_the_kernel_counts_are_refused_by_all_ranks() -> None:
 def test_as_many_queries_as_there_are() -> None:
     """Tiles bound the width of a head alone: 16 heads of 8 tokens, 256 wide, on one key head."""
     sim.run(3, lambda rank: decode_twice(rank, 256, H=16, T=8))
-    assert decode_tiles.tile_of(256, 1024, torch.bfloat16) == (16, 1024, 16)
+    assert decode_tiles.tile_shape(256, 1024, torch.bfloat16) == (16, 1024, 16)
 
 
 @pytest.mark.ranks(2)

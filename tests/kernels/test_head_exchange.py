@@ -26,7 +26,7 @@ import weft
 from weft import sim
 from weft.collectives.ranks.chunks import chunk_sizes
 from weft.dtensor import init_device_mesh
-from weft.kernels.attention import ulysses
+from weft.kernels.attention import swaps
 from weft.kernels.attention.ring import attention_reference
 
 
@@ -197,7 +197,7 @@ def test_two_dims(layout: str) -> None:
 def test_schedules(engine: weft.settings.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """On virtual ranks, checked for races: two calls on the same buffers, one key head for all."""
     if engine == "generic":
-        monkeypatch.delattr(ulysses, "exchange")  # by the process group alone
+        monkeypatch.delattr(swaps, "exchange")  # by the process group alone
     cases = []
     for seed in range(2):
         q, k, v = (whole((1, H, 9, 4), torch.float32, seed + H) for H in (3, 1, 1))

@@ -4,34 +4,31 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from weft.bench.host import driver
+
 HERE = Path(__file__).resolve().parents[1]
-COMPILER = shutil.which("gcc") or shutil.which("cc")
 
 
 @pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a driver that runs nothing."""
-    if COMPILER is None:
-        pytest.skip("no C compiler, which Triton's launcher needs")
-    folder = tmp_path_factory.mktemp("driver")
-    library = str(folder / "libcuda.so.1")
-    command = [COMPILER, "-shared", "-fPIC", "-o", library, str(HERE / "stub_cuda.c")]
-    subprocess.run([*command, "-Wl,-soname,libcuda.so.1"], check=True)
-    return folder
+def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Those of a process that launches into nothing."""
+    try:
+        found = driver.build(tmp_path_factory.mktemp("driver"))
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    return os.environ | found | {"PYTHONPATH": str(HERE.parent)}
 
 
-def launched(driver: Path, dtype: str, *cases: str) -> dict[str, str]:
-    variables = {"TRITON_INTERPRET": "0", "TRITON_LIBCUDA_PATH": str(driver)}
-    variables |= {"PYTHONPATH": str(HERE.parent)}
-    command = [sys.executable, str(HERE / "launching.py"), str(driver), dtype, *cases]
-    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
+def told_by(script: str, variables: dict[str, str], *args: str) -> dict[str, str]:
+    """What a script of `tests` prints."""
+    command = [sys.executable, str(HERE / script), *args]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     told: dict[str, str] = json.loads(done.stdout)
     return told
@@ -41,15 +38,22 @@ def launched(driver: Path, dtype: str, *cases: str) -> dict[str, str]:
 CASES = ("gate and up, 8 tokens", "signals of a stream", "pull", "decode, pages", "append, pages")
 
 
-def test_parameters_are_the_arguments(driver: Path) -> None:
-    told = launched(driver, "bfloat16", *CASES)
+def test_parameters_are_the_arguments(variables: dict[str, str]) -> None:
+    told = told_by("launching.py", variables, "bfloat16", *CASES)
     assert {name.partition(": ")[2] for name in told} == set(CASES) and len(told) >= 8
     assert not any(told.values()), told
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float8_e4m3fn"])
-def test_parameters_of_every_kernel_are_the_arguments(driver: Path, dtype: str) -> None:
-    told = launched(driver, dtype)
+def test_parameters_of_every_kernel_are_the_arguments(
+    variables: dict[str, str], dtype: str
+) -> None:
+    told = told_by("launching.py", variables, dtype)
     assert len(told) > 20  # the fewest, of fp8
     assert not any(told.values()), told
+
+
+def test_kept_launches_are_those_that_would_be_made(variables: dict[str, str]) -> None:
+    told = told_by("relaunching.py", variables)
+    assert len(told) > 20 and not any(told.values()), told

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import io
 import os
+import sys
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -47,6 +49,33 @@ def test_wrong_arguments_are_told_by_the_public_class() -> None:
             made.from_linear()
         with pytest.raises(TypeError, match=rf"^{layer.__name__}\.from_linear\(\) got an unex"):
             made.from_linear(nn.Linear(2, 2), axis=0)
+
+
+@pytest.mark.ranks(2)
+def test_a_call_is_a_short_walk_through_few_rooms() -> None:
+    """Who reads what a call of `kernels` runs through meets 30 functions, in three rooms."""
+    kernels = Path(__file__).resolve().parents[2] / "kernels"
+    layer, x = weft.ColumnParallelLinear(8, 6, sequence_dim=0), torch.randn(4, 8)
+    met: dict[tuple[str, str], None] = {}
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        code, file = frame.f_code, Path(frame.f_code.co_filename).resolve()
+        # Not what a function iterates over in place.
+        if event == "call" and file.is_relative_to(kernels) and not code.co_name.startswith("<"):
+            met[str(file.relative_to(kernels).parent), code.co_name] = None
+
+    for engine in ("host", "generic"):
+        with weft.engine(engine):
+            layer(x)  # sets up, and measures
+            met.clear()
+            sys.setprofile(note)
+            try:
+                layer(x)
+            finally:
+                sys.setprofile(None)
+        assert ("layers", "forward") in met and ("engine", "choose") in met
+        assert {room for room, _ in met} == {"layers", "matmul", "engine"}, list(met)
+        assert len(met) <= 30, list(met)
 
 
 @pytest.mark.ranks(2)

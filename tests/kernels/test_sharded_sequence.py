@@ -10,7 +10,7 @@ import torch
 
 from weft.collectives.ranks.chunks import chunk_sizes
 from weft.kernels import from_zigzag, to_zigzag, zigzag_sizes
-from weft.kernels.flash import ring_call
+from weft.kernels.flash import ring_tables
 from weft.kernels.flash.geometry import (
     UNBOUNDED,
     Geometry,
@@ -158,18 +158,18 @@ def test_sizes_that_are_not_the_layouts() -> None:
 
 def test_tables_of_documents_are_kept_up_to_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, cpu = 1 << 19, torch.device("cpu")
-    monkeypatch.setattr(ring_call, "_kept", {})
-    monkeypatch.setattr(ring_call, "_MOST_BYTES", 20 << 20)  # twice 8 MiB, and what lies beside
+    monkeypatch.setattr(ring_tables, "_kept", {})
+    monkeypatch.setattr(ring_tables, "_MOST_BYTES", 20 << 20)  # twice 8 MiB, and what lies beside
 
     def tables(boundary: int) -> torch.Tensor | None:
         sees = Visibility(2 * rows, documents=(0, boundary, 2 * rows))
         geometry = Geometry((rows, rows), (rows, rows), "contiguous", sees)
-        return ring_call.tables(geometry, 0, cpu)[1].documents
+        return ring_tables.tables(geometry, 0, cpu)[1].documents
 
     first = [tables(boundary) for boundary in (1, 2, 3)]
     assert first[1] is tables(2) and first[2] is tables(3)
-    assert len(ring_call._kept) == 2
+    assert len(ring_tables._kept) == 2
     again = tables(1)
     assert again is not first[0] and again is tables(1)
     assert torch.equal(again, first[0])  # type: ignore[arg-type]
-    assert len(ring_call._kept) == 2
+    assert len(ring_tables._kept) == 2

@@ -30,12 +30,12 @@ from weft.sim.time.timeline import Timeline
 from weft.sim.time.trace import (
     Beside,
     HostOp,
-    Launch,
-    Recorder,
+    KernelLaunch,
     Rejoin,
     Signal,
     Store,
     Trace,
+    Tracer,
     Update,
     Wait,
     Work,
@@ -71,8 +71,8 @@ def trace(*streams: list[Any]) -> Trace:
     return Trace(list(streams))
 
 
-def launch(*programs: list[Any]) -> Launch:
-    return Launch("kernel", 4, list(programs))
+def launch(*programs: list[Any]) -> KernelLaunch:
+    return KernelLaunch("kernel", 4, list(programs))
 
 
 def test_a_pipeline_takes_the_longer_of_its_loads_and_dots() -> None:
@@ -188,7 +188,7 @@ def test_atomics_on_one_word_do_not_wait_for_each_others_way() -> None:
     # 63 before it there, and not 63 ways.
     programs = [[Update(8, n, 0), Signal(1000 + n, 1, 0)] for n in range(1, 65)]
     chip = dataclasses.replace(TOY, cores=64)
-    made = play(trace([Launch("kernel", 4, programs)]), chip)
+    made = play(trace([KernelLaunch("kernel", 4, programs)]), chip)
     assert made.makespan == pytest.approx(10 + 0.5 + 63 * 0.002)
 
 
@@ -418,11 +418,11 @@ def test_arguments_that_do_not_fit() -> None:
 
 def test_a_tile_for_several_ranks_goes_to_them_in_its_order() -> None:
     """Not in that of their memory, where all ranks would store to the first one at once."""
-    recorder = Recorder(3)
+    tracer = Tracer(3)
     for rank in range(3):
-        recorder.add_memory(100 * rank, 100 * rank + 100, rank)
+        tracer.memory(100 * rank, 100 * rank + 100, rank)
     addresses = np.array([250, 254, 50, 150], np.uint64)
-    assert recorder.owners(addresses, 1) == [(2, 250, 2), (0, 50, 1), (1, 150, 1)]
+    assert tracer.owners(addresses, 1) == [(2, 250, 2), (0, 50, 1), (1, 150, 1)]
 
 
 @pytest.mark.parametrize("rows", [64, 70])
@@ -452,5 +452,5 @@ def test_virtual_gpus_launch_collectives_as_gpus_do() -> None:
         weft.collectives.all_reduce(torch.zeros(32, 2048, dtype=torch.bfloat16))
 
     made = sim.run(4, body, hardware="h100", numerics=False).timeline
-    (reduce,) = (e for e in made.trace.events(0) if isinstance(e, Launch))
+    (reduce,) = (e for e in made.trace.events(0) if isinstance(e, KernelLaunch))
     assert len(reduce.programs) == 32

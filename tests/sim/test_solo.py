@@ -195,7 +195,7 @@ def test_launches_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """The best right one is kept at once, and a failure of one is no end of the others."""
     spec = sweep.specs(True)[0]
     times = iter([9.0] * 9 + [5.0] * 9)
-    monkeypatch.setattr(measure.Clock, "us", lambda self, call, before: next(times))
+    monkeypatch.setattr(measure.Stopwatch, "us", lambda self, call, before: next(times))
     tried = sweep.Search.tried
 
     def fails(self: sweep.Search, choice: Any) -> Any:

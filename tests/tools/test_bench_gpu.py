@@ -186,7 +186,7 @@ def test_ranks_are_late_before_each_launch(tmp_path, monkeypatch) -> None:
     made: list[str] = []
     monkeypatch.setattr(JITFunction, "run", lambda *args, **options: made.append("launch"))
     monkeypatch.setattr(gpu_cases._here, "late", lambda: made.append("late"), raising=False)
-    launches = gpu_report.Launches(tmp_path)
+    launches = gpu_report.LastLaunches(tmp_path)
     with launches.noting(lambda: 0, gpu_cases.be_late):
         JITFunction.run(SimpleNamespace(__name__="_a_kernel"), grid=(2,), warmup=False)
         with launches.unnoted():
@@ -201,7 +201,7 @@ def test_a_process_that_does_not_end_itself_is_ended(tmp_path, monkeypatch) -> N
     code = """
 import json, sys, time
 from tools import gpu_report, gpu_steps
-report = gpu_report.Report(gpu_steps.Plan(**json.loads(sys.argv[-1])))
+report = gpu_report.GpuReport(gpu_steps.Plan(**json.loads(sys.argv[-1])))
 report.begin("doctor")
 time.sleep(600)
 """
@@ -227,7 +227,7 @@ def test_a_case_that_hangs_is_ended_and_the_next_process_goes_on(tmp_path: Path)
 import sys, threading, time
 from tools import gpu_report, gpu_steps
 plan = gpu_steps.Plan("solo", (), sys.argv[1], sys.argv[1], "cpu", True, time.time() + 60)
-report = gpu_report.Report(plan)
+report = gpu_report.GpuReport(plan)
 with report.case("a", 0.5):
     report.launches.note(1, "_some_kernel[8] W=2")
     threading.Event().wait()
@@ -248,13 +248,13 @@ def test_half_a_line_is_no_outcome(tmp_path: Path) -> None:
     record = tmp_path / "outcomes.jsonl"
     whole = {"step": "proof", "case": "a", "outcome": "passed", "seconds": 1.0, "why": ""}
     record.write_text(json.dumps({"run": RUN}) + "\n" + json.dumps(whole)[:40])
-    assert not gpu.read(record).found
+    assert not gpu.read_record(record).found
     record.write_text(record.read_text() + "\n" + json.dumps(whole) + "\n")
-    assert gpu.read(record).count("passed") == 1
+    assert gpu.read_record(record).count("passed") == 1
 
 
 def test_a_failure_names_its_kernel_and_the_command_that_repeats_it(tmp_path: Path) -> None:
-    launches = gpu_report.Launches(tmp_path)
+    launches = gpu_report.LastLaunches(tmp_path)
     for rank in range(3):
         text = gpu_report.described(
             lambda: None, (132, 1), {"RANK": 0, "x": None, "num_warps": 8 if rank else 4}
@@ -262,7 +262,7 @@ def test_a_failure_names_its_kernel_and_the_command_that_repeats_it(tmp_path: Pa
         launches.note(rank, text)
     assert [line.partition(": ")[0] for line in launches.read()] == ["rank 0", "rank 1, 2"]
     assert launches.read()[1].endswith("[132, 1] RANK=0 num_warps=8")
-    said = gpu_page.said(
+    said = gpu_page.outcome_lines(
         {"step": "proof", "case": "W4/plain/norm", "outcome": "failed", "seconds": 2.0,
          "why": "Traceback\nWrong: by 7", "launches": launches.read()},
         "cuda", False,
@@ -284,7 +284,7 @@ from pathlib import Path
 from tools import gpu_process, gpu_report
 from weft.sim.run.gpu import rank_here
 seen = set()
-launches = gpu_report.Launches(Path(sys.argv[1]))
+launches = gpu_report.LastLaunches(Path(sys.argv[1]))
 launches.note = lambda rank, text: seen.add(text.partition("[")[0])
 import torch
 from tools import gpu_cases
@@ -343,7 +343,7 @@ def test_eight_ranks_with_copy_engines_capture_no_graph() -> None:
 def test_a_wrong_result_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     place = gpu_cases.Place(0, 1, torch.device("cpu"), True)
     right = [torch.ones(2)]
-    work = gpu_cases.Work([right], lambda x: [x], lambda i: right, 1e-2)
+    work = gpu_cases.RankCall([right], lambda x: [x], lambda i: right, 1e-2)
     gpu_cases._check([("a", 0, [torch.ones(2) * 1.001])], {"a": [right]}, {"a": work})
     with pytest.raises(gpu_cases.WrongError, match=r"a, call 0 .*0\.5 of the largest"):
         gpu_cases._check([("a", 0, [torch.tensor([1.0, 1.5])])], {"a": [right]}, {"a": work})

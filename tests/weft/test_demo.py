@@ -18,9 +18,9 @@ from weft import cli
 from weft.collectives.cost import BUSY
 from weft.demo import run as demo
 from weft.demo.data import standard_library
-from weft.demo.model import Llama, Shape
+from weft.demo.model import Llama, LlamaShape
 from weft.demo.report import Comparison, show
-from weft.demo.train import Result, Run, train
+from weft.demo.train import Run, TrainingLog, train
 
 TINY = "--steps 4 --d-model 32 --layers 1 --heads 4 --kv-heads 2 --ffn 48 --seq-len 32 --batch 2"
 
@@ -67,8 +67,8 @@ def test_the_exit_status_says_whether_the_losses_agree(
     theirs: list[float], status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def compared(run: Run, ranks: int, out: Path) -> Comparison:
-        def result(losses: list[float]) -> Result:
-            return Result(losses)
+        def result(losses: list[float]) -> TrainingLog:
+            return TrainingLog(losses)
 
         return Comparison(run, 0, result([1.0, 2.0]), [result(theirs)])
 
@@ -77,22 +77,22 @@ def test_the_exit_status_says_whether_the_losses_agree(
 
 
 def test_times_beside_other_work_are_told_to_be() -> None:
-    result = Result([2.0, 1.0], step_seconds=[1.0, 1.0], wait_seconds=[0.0, 0.0])
+    result = TrainingLog([2.0, 1.0], step_seconds=[1.0, 1.0], wait_seconds=[0.0, 0.0])
     for load in (0.0, 2.5):
         out = io.StringIO()
-        comparison = Comparison(Run(Shape(), 2, 1, 1e-3, 0), 0, result, [result], load)
+        comparison = Comparison(Run(LlamaShape(), 2, 1, 1e-3, 0), 0, result, [result], load)
         show(comparison, Console(file=out, width=200))
         assert ("load 2.5 a core at the start" in out.getvalue()) == (load > 0)
 
 
-def trained(run: Run) -> Result:
+def trained(run: Run) -> TrainingLog:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WEFT_ENGINE", run.engine)  # which `train` sets, for good
         return train(0, lambda _: None, run)
 
 
 def test_three_ranks_with_uneven_sequences_train_alike(ranks: Any) -> None:
-    shape = Shape(d_model=24, layers=1, heads=6, kv_heads=3, ffn=24, seq_len=16)
+    shape = LlamaShape(d_model=24, layers=1, heads=6, kv_heads=3, ffn=24, seq_len=16)
     run = Run(shape, steps=3, batch=2, lr=1e-3, seed=0, text_bytes=4)
     alone, results = trained(run), ranks(3, trained, run)
     for result in results:
@@ -178,7 +178,7 @@ def test_batches_follow_from_seed_and_step_alone() -> None:
 
 
 def test_model_is_causal_and_groups_its_heads() -> None:
-    model = Llama(Shape(d_model=32, layers=2, heads=4, kv_heads=2, ffn=48, seq_len=16))
+    model = Llama(LlamaShape(d_model=32, layers=2, heads=4, kv_heads=2, ffn=48, seq_len=16))
     assert model.get_parameter("blocks.0.attention.wqkv.weight").shape == (4 * 8 + 2 * 2 * 8, 32)
     tokens = torch.randint(256, (1, 16))
     changed = tokens.clone()
@@ -191,7 +191,7 @@ def test_model_is_causal_and_groups_its_heads() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_weights_of_other_dtypes(dtype: torch.dtype) -> None:
-    model = Llama(Shape(d_model=32, layers=1, heads=4, kv_heads=2, ffn=48, seq_len=16))
+    model = Llama(LlamaShape(d_model=32, layers=1, heads=4, kv_heads=2, ffn=48, seq_len=16))
     tokens = torch.randint(256, (1, 16))
     expected = model(tokens)
     for parameter in model.parameters():
@@ -202,7 +202,7 @@ def test_weights_of_other_dtypes(dtype: torch.dtype) -> None:
 
 
 def test_learning_rate_warms_up_and_decays() -> None:
-    run = Run(Shape(), steps=100, batch=1, lr=1.0, seed=0)
+    run = Run(LlamaShape(), steps=100, batch=1, lr=1.0, seed=0)
     rates = [run.learning_rate(step) for step in range(100)]
     assert rates[0] == pytest.approx(0.1)
     assert max(rates) == rates[9] == pytest.approx(1.0)

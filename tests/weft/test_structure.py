@@ -7,13 +7,14 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 from needs import needs_interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
+Names = dict[str, list[Path]]
 FOLDERS = ("bench", "collectives", "dtensor", "kernels", "sim")
 # The face and the tests may import everything, everything may import the ground.
 GROUND = {"weft.errors", "weft.settings", "weft.versions"}
@@ -61,7 +62,7 @@ LEVELS = {
         parallel
     """,
     "sim": """
-        errors progress_bar unwaited
+        errors observer progress_bar unwaited
         check time
         schedule
         hooks
@@ -77,12 +78,13 @@ LEVELS = {
         report
         cli
         commands published solo
+        host
     """,
 }
 SIM_FROM_BENCH = {
     "blocks/virtual",
     *(f"published/{name}" for name in ("attention", "matmuls", "predict", "rows", "sums", "times")),
-    "solo/cases", "solo/compiling", "solo/measure", "solo/sweep",
+    "host/command", "host/measure", "solo/cases", "solo/compiling", "solo/measure", "solo/sweep",
 }  # fmt: skip
 
 
@@ -112,6 +114,19 @@ def running(node: ast.AST) -> Iterator[ast.AST]:
 def is_module(name: str) -> bool:
     path = (ROOT / "weft").joinpath(*name.split(".")[1:])
     return path.is_dir() or path.with_suffix(".py").exists()
+
+
+def test_kernels_are_launched_through_one_door() -> None:
+    """Else a call that is made again would leave one out: see `collectives.device.launches`."""
+    launches = re.compile(r"\b\w*_?kernel\[(?!grid)")
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for folder in ("collectives", "kernels", "dtensor")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if launches.search(line) and path.name != "launches.py"
+    ]
+    assert not found, f"kernel[grid](...) must be launching(kernel, programs)(...): {found}"
 
 
 def room_of(name: str) -> tuple[str, str]:
@@ -167,7 +182,7 @@ ASK_FOR_THE_DEVICE = {
     "collectives/cost", "collectives/memory/exchange", "collectives/memory/symmetric",
     "collectives/memory/workspace", "collectives/movement", "collectives/ranks/group",
     "kernels/attention/cache", "kernels/attention/custom_ops", "kernels/attention/decode",
-    "kernels/attention/decode_host", "kernels/attention/ring",
+    "kernels/attention/decode_host", "kernels/attention/plan",
     "kernels/engine/chips", "kernels/engine/engines", "kernels/engine/fp8",
     "kernels/engine/local_matmul", "kernels/engine/shards", "kernels/layers/vocabulary",
 }  # fmt: skip
@@ -194,17 +209,31 @@ def test_launches_do_not_take_virtual_gpus_for_the_interpreter() -> None:
     assert asking == ASK_FOR_THE_DEVICE
 
 
-# The stand-in for ColossalAI's class has the name of that.
+# Where no two public classes may have one name. The stand-in for ColossalAI's class has the name of
+# that.
+ONE_MEANING = ("bench", "collectives", "dtensor", "kernels", "sim", "tools", "weft")
 _OF_TWO_KINDS = {"DTensor"}
 
 
-def test_a_name_has_one_meaning_in_dtensor() -> None:
-    found: dict[str, list[Path]] = {}
-    for path in sorted((ROOT / "dtensor").glob("**/*.py")):
+def defined(folders: Iterable[str], kinds: type[ast.AST] | tuple[type[ast.AST], ...]) -> Names:
+    """The names that files define on their own level, each with those files."""
+    found: Names = {}
+    for path in sorted(path for each in folders for path in (ROOT / each).rglob("*.py")):
         for node in ast.parse(path.read_text()).body:
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                found.setdefault(node.name, []).append(path.relative_to(ROOT))
+            if isinstance(node, kinds):
+                found.setdefault(getattr(node, "name", ""), []).append(path.relative_to(ROOT))
+    return found
+
+
+def test_a_name_has_one_meaning_in_dtensor() -> None:
+    found = defined(["dtensor"], (ast.FunctionDef, ast.ClassDef))
     twice = {name: paths for name, paths in found.items() if len(paths) > 1}
+    assert not twice.keys() - _OF_TWO_KINDS, twice
+
+
+def test_a_public_class_has_a_name_of_its_own() -> None:
+    found = defined(ONE_MEANING, ast.ClassDef)
+    twice = {name: paths for name, paths in found.items() if len(paths) > 1 and name[0] != "_"}
     assert not twice.keys() - _OF_TWO_KINDS, twice
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from weft.cli import at_least, device_and_ranks, make_folder, several
+from weft.cli import Parser, at_least, device_and_ranks, make_folder, several
 from weft.settings import Engine
 
 _DESCRIPTION = """\
@@ -37,12 +37,7 @@ examples:
 
 def parser() -> argparse.ArgumentParser:
     """The options of `weft demo`."""
-    p = argparse.ArgumentParser(
-        prog="weft demo",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    p = Parser("weft demo", _DESCRIPTION, epilog=_EPILOG)
 
     def size(name: str, default: int, text: str) -> None:
         p.add_argument(
@@ -94,13 +89,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if importlib.util.find_spec(name) is None:  # now, and not when the training is over
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-    from weft.demo.model import Shape
+    from weft.demo.model import LlamaShape
     from weft.demo.run import run_demo
     from weft.demo.train import Run
     from weft.launch import RankError
 
     device, ranks = device_and_ranks(p, args.device, args.ranks)
-    shape = Shape(args.d_model, args.layers, args.heads, args.kv_heads, args.ffn, args.seq_len)
+    shape = LlamaShape(args.d_model, args.layers, args.heads, args.kv_heads, args.ffn, args.seq_len)
     if not 0 < args.lr < math.inf:
         p.error(f"--lr must be above 0 and finite, got {args.lr:g}")
     try:

@@ -26,7 +26,7 @@ VOCAB = 256
 
 
 @dataclass(frozen=True)
-class Shape:
+class LlamaShape:
     """The sizes of a Llama. The letters are those of the legend above."""
 
     d_model: int = 256
@@ -65,7 +65,7 @@ class Shape:
 class Llama(nn.Module):
     """Predicts, for each byte, the next one. The residual stream is normed before each layer."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, shape.d_model)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
@@ -91,10 +91,10 @@ class Llama(nn.Module):
 class Block(nn.Module):
     """Attention, then a feed-forward layer, each added to the stream."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(shape.d_model, eps=1e-5)
-        self.attention = Attention(shape)
+        self.attention = GroupedQueryAttention(shape)
         self.ffn_norm = nn.RMSNorm(shape.d_model, eps=1e-5)
         self.ffn = FeedForward(shape)
 
@@ -104,12 +104,12 @@ class Block(nn.Module):
         return out
 
 
-class Attention(nn.Module):
+class GroupedQueryAttention(nn.Module):
     """Causal attention; the G query heads of a group share its key and value head."""
 
     turns: Tensor
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
         self.head_dim = shape.d_model // shape.heads
         self.group = shape.heads // shape.kv_heads
@@ -131,7 +131,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU: one half of each group's features gates the other."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
         self.share = shape.ffn // shape.kv_heads
         self.w13 = nn.Linear(shape.d_model, 2 * shape.ffn, bias=False)

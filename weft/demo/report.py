@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weft.collectives.cost import BUSY
-from weft.demo.train import Result, Run
+from weft.demo.train import Run, TrainingLog
 
 # How far fp32 rounding in another order of summation may drift over a run of this length.
 TOLERANCE = 1e-4
@@ -27,8 +27,8 @@ class Comparison:
 
     run: Run
     parameters: int
-    reference: Result
-    ranks: list[Result]
+    reference: TrainingLog
+    ranks: list[TrainingLog]
     load: float = 0.0  # of the machine as it began, as a part of its cores
 
     @property
@@ -57,21 +57,21 @@ class Comparison:
         """Whether the losses are nowhere further apart than fp32 rounding explains."""
         return self.largest_difference < TOLERANCE
 
-    def step_ms(self, result: Result) -> float:
+    def step_ms(self, result: TrainingLog) -> float:
         """The mean time of a step, the first left out (it plans, allocates and compiles)."""
         return _mean_ms(result.step_seconds)
 
-    def wait_ms(self, result: Result) -> float:
+    def wait_ms(self, result: TrainingLog) -> float:
         """The part of a step that the process spent waiting for its peers."""
         return _mean_ms(result.wait_seconds)
 
-    def tokens_per_second(self, result: Result) -> float:
+    def tokens_per_second(self, result: TrainingLog) -> float:
         return 1e3 * self.run.tokens_per_step / self.step_ms(result)
 
     def figures(self) -> dict[str, Any]:
         """Everything above in plain types."""
 
-        def of(result: Result) -> dict[str, Any]:
+        def of(result: TrainingLog) -> dict[str, Any]:
             return {
                 "losses": result.losses,
                 "held_out_loss": result.held_out,
@@ -176,7 +176,7 @@ def _times(comparison: Comparison) -> Table:
     return table
 
 
-def _engines(result: Result) -> Table:
+def _engines(result: TrainingLog) -> Table:
     title = "engines of one training step (explain.txt tells why)"
     table = _table(title, "calls", "op", "shapes", "engine")
     others: Counter[tuple[str, str]] = Counter()

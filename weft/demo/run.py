@@ -17,7 +17,7 @@ from weft import settings
 from weft.collectives import cost
 from weft.demo import report
 from weft.demo.model import Llama
-from weft.demo.train import Result, Run, train
+from weft.demo.train import Run, TrainingLog, train
 from weft.launch import cores, launch
 
 
@@ -44,7 +44,7 @@ def run_demo(run: Run, ranks: int, out: Path) -> report.Comparison:
     )
     with Progress(*columns, console=console) as progress:
 
-        def trained(name: str, world_size: int) -> list[Result]:
+        def trained(name: str, world_size: int) -> list[TrainingLog]:
             task = progress.add_task(f"{name:<22}", total=run.steps, loss="-")
 
             def advance(event: tuple[int, float]) -> None:

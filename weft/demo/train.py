@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from weft import collectives, settings
 from weft.collectives.ranks.group import process_group
 from weft.demo.data import Corpus, standard_library
-from weft.demo.model import Llama, Shape, parallelize
+from weft.demo.model import Llama, LlamaShape, parallelize
 from weft.dtensor import DeviceMesh, DTensor, Replicate
 
 _HELD_OUT_BATCHES = 4
@@ -29,7 +29,7 @@ _TEMPERATURE = 0.6
 class Run:
     """What is trained, and how. The same for the reference and for the ranks."""
 
-    shape: Shape
+    shape: LlamaShape
     steps: int
     batch: int
     lr: float
@@ -52,7 +52,7 @@ class Run:
 
 
 @dataclass
-class Result:
+class TrainingLog:
     """What one process saw. Losses are the same on every rank."""
 
     losses: list[float] = field(default_factory=list)
@@ -63,14 +63,14 @@ class Result:
     text: str = ""
 
 
-def train(rank: int, progress: Callable[[Any], None], run: Run) -> Result:
+def train(rank: int, progress: Callable[[Any], None], run: Run) -> TrainingLog:
     """Train on this process, with all ranks of the process group where there is one.
 
     `progress` is given (steps done, loss) after every step.
     """
     os.environ["WEFT_ENGINE"] = run.engine
     trainer = _Trainer(run)
-    result = Result()
+    result = TrainingLog()
     for step in range(run.steps):
         started, waited = time.perf_counter(), collectives.wait_seconds()
         if step == 0 and trainer.sharded:

@@ -56,6 +56,6 @@ int cuTensorMapEncodeTiled(uint64_t *map, int type, uint32_t rank, uint64_t addr
 }
 
 int cuLaunchKernelEx(const void *config, void *function, void **parameters, void **extra) {
-  hook(function, parameters);
+  if (hook) hook(function, parameters);
   return 0;
 }

@@ -1,0 +1,271 @@
+"""The one door through which kernels are launched, and launches that are made again.
+
+    first call     checks, configuration, results --> launching(kernel, ...) --> Triton specializes,
+                   looks the kernel up, launches it                       --> kept, by layouts
+    later calls    new results --> the same compiled kernels, with the addresses of this call
+
+Preparing a launch takes 80 to 100 us of the host, and Triton's part of one another 20 to 40; with
+all of it kept, both together take 10 (docs/bench.md has a table). Kernels of a decoding step run
+for as long as that.
+
+Why a kept launch is the one that would be made: all that goes into one, but for addresses, follows
+from the key, by which the caller names the layouts of the operands and what else it goes by. Of
+addresses, a kernel may be given those at which an operand, a result or a temporary tensor begins,
+and those of the workspace. A call that gives it another one, or does anything but allocate, look
+and launch, such as copy, is not kept. Triton compiles for addresses that are multiples of 16: calls
+with others are made anew.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Operands = Sequence["torch.Tensor | None"]
+_Fill = Callable[[Sequence[Any]], Any]  # an argument, of the tensors of a call
+
+_ALIGNED = 16  # bytes: what Triton specializes addresses for
+
+
+class _Here(threading.local):
+    recorder: _Recorder | None = None
+
+
+_here = _Here()
+
+
+def launching(kernel: Any, programs: int) -> Callable[..., None]:
+    """kernel[(programs,)], which a call that is being recorded notes."""
+    run: Callable[..., Any] = kernel[(programs,)]
+    recorder = _here.recorder
+    if recorder is None:
+        return run
+
+    def noted(*args: Any, **options: Any) -> None:
+        recorder.note(kernel, run(*args, **options), programs, args, options)
+
+    return noted
+
+
+def temporary(x: torch.Tensor) -> torch.Tensor:
+    """x, which a call has made for its kernels and does not return: repeated calls make another."""
+    if _here.recorder is not None:
+        _here.recorder.temporaries.append(x)
+    return x
+
+
+def lasting(x: torch.Tensor) -> torch.Tensor:
+    """x, whose contents follow from the key of the call: repeated calls are given it again."""
+    if _here.recorder is not None:
+        _here.recorder.lasting.add(x.data_ptr())
+    return x
+
+
+def layouts_of(operands: Operands) -> tuple[Hashable, ...]:
+    """All of the operands that a launch depends on, but their addresses."""
+    return tuple(
+        None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.is_neg())
+        for x in operands
+    )
+
+
+class _NotKeptError(Exception):
+    """Why a call must be prepared anew each time."""
+
+
+# What a call may do between its launches: nothing that reads or writes.
+_LOOKS = {
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "view", "reshape",
+    "t", "transpose", "permute", "slice", "select", "narrow", "split", "split_with_sizes", "chunk",
+    "as_strided", "expand", "squeeze", "unsqueeze", "detach", "alias", "resolve_neg",
+    "_unsafe_view",
+    "_reshape_alias",
+}  # fmt: skip
+
+
+@dataclass
+class _Recorder(TorchDispatchMode):
+    """What a call launches, and whether it does anything else."""
+
+    launches: list[tuple[Any, int, list[Any]]] = field(default_factory=list)
+    temporaries: list[torch.Tensor] = field(default_factory=list)
+    lasting: set[int] = field(default_factory=set)
+    refused: bool = False
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.refused |= func.overloadpacket.__name__ not in _LOOKS
+        return func(*args, **kwargs or {})
+
+    def note(
+        self, kernel: Any, compiled: Any, programs: int, args: Any, options: dict[str, Any]
+    ) -> None:
+        """A launch."""
+        from triton.compiler import CompiledKernel
+
+        if not isinstance(compiled, CompiledKernel):  # interpreted
+            self.refused = True
+            return
+        given = dict(zip(kernel.arg_names, args, strict=False)) | options
+        self.launches.append((compiled, programs, [given[name] for name in kernel.arg_names]))
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A call that can be made again.
+
+    Attributes:
+        launches: how each kernel is run, and its arguments, constants or not.
+        made: shape and dtype of what is allocated: for results, then for what is temporary.
+        results: how each result lies in its part of `made`: shape, strides, offset; None: as it is.
+    """
+
+    device: torch.device
+    launches: list[tuple[Callable[..., object], list[Any], list[tuple[int, _Fill]]]]
+    made: list[tuple[tuple[int, ...], torch.dtype]]
+    results: list[tuple[tuple[int, ...], tuple[int, ...], int] | None]
+
+    def make(self, operands: Operands) -> list[torch.Tensor]:
+        """Launch all, and return the results."""
+        device = self.device
+        made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.made]
+        tensors = [*operands, *made]
+        for run, arguments, fills in self.launches:
+            given = arguments.copy()
+            for i, fill in fills:
+                given[i] = fill(tensors)
+            run(*given)
+        views = zip(made, self.results, strict=False)
+        return [x if view is None else x.as_strided(*view) for x, view in views]
+
+
+class Repeated:
+    """The calls of one workspace, which can be made again.
+
+    Args:
+        tables: those of the workspace, whose addresses stay.
+    """
+
+    _MOST = 1024
+
+    def __init__(self, device: torch.device, tables: Sequence[torch.Tensor]) -> None:
+        self._device = device
+        self._tables = {x.data_ptr() for x in tables}
+        self._kept: dict[Hashable, _Kept | None] = {}
+
+    def call(
+        self,
+        key: Hashable,
+        operands: Operands,
+        make: Callable[[], Sequence[torch.Tensor]],
+    ) -> Sequence[torch.Tensor]:
+        """make(), or the launches that it made before with the same key.
+
+        Args:
+            key: all that `make` goes by, the layouts of the operands included.
+            operands: all tensors that it is given.
+            make: launches kernels by `launching`, and returns new tensors.
+        """
+        kept = self._kept.get(key, self)
+        if kept is None:
+            return make()
+        places = [x.data_ptr() for x in operands if x is not None]
+        # Empty operands have no address, two that begin alike could not be told apart.
+        apart = 0 not in places and len(set(places)) == len(places)
+        if not apart or any(place % _ALIGNED for place in places):
+            return make()
+        if isinstance(kept, _Kept):
+            return kept.make(operands)
+        return self._recorded(key, operands, make)
+
+    def _recorded(
+        self, key: Hashable, operands: Operands, make: Callable[[], Sequence[torch.Tensor]]
+    ) -> Sequence[torch.Tensor]:
+        if len(self._kept) >= self._MOST:
+            self._kept.clear()
+        recorder, before = _Recorder(), _here.recorder
+        _here.recorder = recorder
+        try:
+            with recorder:
+                results = make()
+        finally:
+            _here.recorder = before
+        try:
+            self._kept[key] = self._keep(recorder, operands, results)
+        except _NotKeptError:
+            self._kept[key] = None
+        return results
+
+    def _keep(
+        self, recorder: _Recorder, operands: Operands, results: Sequence[torch.Tensor]
+    ) -> _Kept:
+        made = [*results, *recorder.temporaries]
+        places: dict[int, int | None] = dict.fromkeys(self._tables | recorder.lasting)
+        begins = [x.untyped_storage().data_ptr() for x in made]
+        if recorder.refused or any(begin % _ALIGNED for begin in begins):
+            raise _NotKeptError
+        for i, begin in enumerate([*(x if x is None else x.data_ptr() for x in operands), *begins]):
+            if begin is not None and places.setdefault(begin, i) != i:
+                raise _NotKeptError
+        launches = []
+        for compiled, programs, arguments in recorder.launches:
+            fills = enumerate(_filled(value, places) for value in arguments)
+            varying = [(i, fill) for i, fill in fills if fill is not None]
+            launches.append((compiled[programs, 1, 1], arguments, varying))
+            for i, _ in varying:
+                arguments[i] = None  # no tensor of this call stays alive
+        shapes, views = [], []
+        for x in made:
+            count = x.untyped_storage().nbytes() // x.element_size()
+            whole = x.is_contiguous() and x.numel() == count
+            shapes.append((tuple(x.shape) if whole else (count,), x.dtype))
+            view = tuple(x.shape), x.stride(), int(x.storage_offset())
+            views.append(None if whole else view)
+        return _Kept(self._device, launches, shapes, views[: len(results)])
+
+
+def _filled(value: Any, places: dict[int, int | None]) -> _Fill | None:
+    """How an argument follows from the tensors of a call; None if it does not vary."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    if isinstance(value, torch.Tensor):
+        if value.data_ptr() not in places:
+            raise _NotKeptError
+        number = places[value.data_ptr()]
+        return None if number is None else lambda tensors: tensors[number]
+    if isinstance(value, TensorDescriptor):
+        base = _filled(value.base, places)
+        if base is None:
+            return None
+        bare = {name: each for name, each in vars(value).items() if name != "base"}
+
+        def described(tensors: Sequence[Any]) -> TensorDescriptor:
+            made = object.__new__(TensorDescriptor)  # what it checks, it has checked
+            made.__dict__ = bare | {"base": base(tensors)}
+            return made
+
+        return described
+    if isinstance(value, tuple):
+        parts = [_filled(part, places) for part in value]
+        varying = [(i, part) for i, part in enumerate(parts) if part is not None]
+        if not varying:
+            return None
+        constants = [None if part else each for each, part in zip(value, parts, strict=True)]
+
+        def filled(tensors: Sequence[Any]) -> tuple[Any, ...]:
+            given = constants.copy()
+            for i, part in varying:
+                given[i] = part(tensors)
+            return tuple(given)
+
+        return filled
+    return None

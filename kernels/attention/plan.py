@@ -1,0 +1,196 @@
+"""What a call of attention over a sharded sequence is: its arguments checked, its engine chosen.
+
+`ring_attention` and `ulysses_attention` take the same ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from weft.collectives import Group, resolve
+from weft.collectives.collective_ops import check_sizes
+from weft.collectives.device.launches import layouts_of
+from weft.collectives.memory.exchange import agree, note_call
+from weft.collectives.ranks.group import GroupLike
+from weft.kernels.engine.engines import Problem, RunnableEngine, choose, too_wide
+from weft.kernels.flash.geometry import (
+    UNBOUNDED,
+    Geometry,
+    SequenceLayout,
+    Visibility,
+)
+
+# The kernels keep a bit for each rank, in an int64.
+_MOST_RANKS = 64
+_WIDEST = 256
+
+
+class AttentionOptions(NamedTuple):
+    """What `ring_attention` takes besides tensors and the group; see there."""
+
+    causal: bool = False
+    scale: float | None = None
+    layout: SequenceLayout = "contiguous"
+    window: int | Sequence[int] | None = None
+    cu_seqlens: torch.Tensor | Sequence[int] | None = None
+    sizes: Sequence[int] | None = None
+    key_sizes: Sequence[int] | None = None
+
+    def of_op(self) -> AttentionOptions:
+        """The same, as the ops of torch.library take them."""
+        window, cu_seqlens = self.window, self.cu_seqlens
+        if window is not None:
+            window = [window, -1] if isinstance(window, int) else list(window)
+        if cu_seqlens is not None and not isinstance(cu_seqlens, torch.Tensor):
+            cu_seqlens = torch.tensor(cu_seqlens)
+        return self._replace(window=window, cu_seqlens=cu_seqlens)
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """What follows from the arguments of a call of `op`, the same on all ranks."""
+
+    op: str
+    group: Group
+    geometry: Geometry
+    scale: float
+    engine: RunnableEngine
+
+    def key(self, *operands: torch.Tensor | None) -> Hashable:
+        """All that the launches go by for such operands: see `Workspace.repeat`."""
+        return self.op, self.geometry, self.scale, layouts_of(operands)
+
+
+def plan_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: GroupLike,
+    options: AttentionOptions,
+    op: str = "ring_attention",
+) -> AttentionPlan:
+    """Check the arguments of `ring_attention`, or of `op`, and plan the call.
+
+    Raises:
+        ValueError, MismatchError, PeerTimeout, NotImplementedError: as `ring_attention`.
+    """
+    group = resolve(group)
+    causal, scale, layout, window, cu_seqlens, sizes, key_sizes = options
+    check_tensors(q, k, v, layout)
+    before, after = _reach(causal, window)
+    documents = _documents(cu_seqlens)
+    B, H, D = q.shape[0], q.shape[1], q.shape[3]
+    scale = 1 / math.sqrt(D) if scale is None else float(scale)
+    call = (
+        f"{op} of q {[B, H, '*', D]}, k {[B, k.shape[1], '*', D]} {q.dtype}, {before=}, "
+        f"{after=}, {scale=}, {layout}, {documents=}"
+    )
+    q_sizes, k_sizes = _sizes(q, k, group, call, sizes, key_sizes)
+    total = sum(k_sizes)
+    if documents is not None and not sum(q_sizes) == total == documents[-1]:
+        raise ValueError(
+            f"cu_seqlens must end with the number of tokens, as many queries as keys: got "
+            f"{documents[-1]} for {sum(q_sizes)} queries and {total} keys"
+        )
+    geometry = Geometry(q_sizes, k_sizes, layout, Visibility(total, before, after, documents))
+    _ = geometry.q_spans, geometry.k_spans  # ValueError if the sizes are not the layout's
+
+    W = group.world_size
+    share = -(-sum(q_sizes) // W)
+    moved = 2 * B * k.shape[1] * D * (total - total // W)
+    if op == "ulysses_attention":  # receives heads of q, k and v, sends out
+        moved = 2 * B * (H + k.shape[1]) * D * max(share, total // W) * (W - 1) // W
+    problem = Problem(
+        op,
+        M=B * H * share,
+        N=max(1, min(total, before + after) // (2 if causal and window is None else 1)),
+        K=2 * D,
+        dtype=q.dtype,
+        moved_bytes=moved * k.element_size(),
+        refusal="" if W <= _MOST_RANKS else f"a ring has at most {_MOST_RANKS} ranks, got {W}",
+        host_refusal=_host_refusal(q, scale),
+        kernel_refusal=too_wide(D, _WIDEST) if group.on_gpus(q.device) else "",
+    )
+    return AttentionPlan(op, group, geometry, scale, choose(problem, group, q.device))
+
+
+def _host_refusal(q: torch.Tensor, scale: float) -> str:
+    if q.device.type != "cpu":
+        return "it uses torch's CPU kernel"
+    return "" if scale > 0 else f"torch's CPU kernel needs scale > 0 for its mask, got {scale}"
+
+
+def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
+    """Raise ValueError unless q can attend to k and v, and the layout is one of ours."""
+    shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape:
+        raise ValueError(f"q must be (B, H, n, D), k and v (B, H_kv, m, D), {shapes}")
+    B, H, _, D = q.shape
+    if k.shape[0] != B or k.shape[3] != D or D == 0 or not k.shape[1] or H % k.shape[1]:
+        raise ValueError(f"k must have q's B and D, at least 1, and H_kv must divide H, {shapes}")
+    for name, other in (("k", k), ("v", v)):
+        if (other.dtype, other.device) != (q.dtype, q.device):
+            raise ValueError(
+                f"{name} must have q's dtype and device, {q.dtype} on {q.device}, got "
+                f"{other.dtype} on {other.device}"
+            )
+    if not q.dtype.is_floating_point:
+        raise ValueError(f"q, k and v must be of a floating-point dtype, got {q.dtype}")
+    if layout not in ("contiguous", "zigzag"):
+        raise ValueError(f'layout must be "contiguous" or "zigzag", got {layout!r}')
+
+
+def _reach(causal: bool, window: int | Sequence[int] | None) -> tuple[int, int]:
+    """How far a query sees to its left and right."""
+    pair = (-1, -1) if window is None else (window, -1) if isinstance(window, int) else window
+    fits = isinstance(pair, (tuple, list)) and len(pair) == 2 and min(pair) >= -1
+    if not fits or (isinstance(window, int) and window < 0):
+        raise ValueError(
+            f"window must be a number of tokens >= 0, or (left, right) with -1 for no limit, got "
+            f"{window}"
+        )
+    before, after = (UNBOUNDED if reach == -1 else min(reach, UNBOUNDED) for reach in pair)
+    return before, 0 if causal else after
+
+
+def _documents(cu_seqlens: torch.Tensor | Sequence[int] | None) -> tuple[int, ...] | None:
+    if cu_seqlens is None:
+        return None
+    starts = cu_seqlens.tolist() if isinstance(cu_seqlens, torch.Tensor) else cu_seqlens
+    documents = tuple(int(start) for start in starts)
+    if not documents or documents[0] != 0 or list(documents) != sorted(documents):
+        raise ValueError(
+            f"cu_seqlens must begin with 0 and never decrease, got {documents[:8]}"
+            f"{' ...' if len(documents) > 8 else ''}"
+        )
+    return documents
+
+
+def _sizes(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    group: Group,
+    call: str,
+    sizes: Sequence[int] | None,
+    key_sizes: Sequence[int] | None,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Rows of q and of k of every rank: those given, after a check, or exchanged."""
+    note_call(group, call, *(() if sizes is None else (f"{sizes=}", f"{key_sizes=}")))
+    mine = (q.shape[2], k.shape[2])
+    if sizes is None and key_sizes is None:
+        if group.why:
+            told = group.gather_objects(mine, call)
+        else:
+            told = [divmod(n, 1 << 31) for n in agree(group, call, (mine[0] << 31) + mine[1])]
+        return tuple(n for n, _ in told), tuple(m for _, m in told)
+    if sizes is None:
+        raise ValueError(f"key_sizes needs sizes as well, got {key_sizes=}")
+    lengths = [tuple(sizes), tuple(sizes if key_sizes is None else key_sizes)]
+    for name, held, length in zip(("sizes", "key_sizes"), lengths, mine, strict=True):
+        check_sizes(name, held, group, 2, length)
+    return lengths[0], lengths[1]

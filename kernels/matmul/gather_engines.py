@@ -1,0 +1,310 @@
+"""all_gather_matmul on each engine, forward and backward: what `all_gather` has checked and chosen.
+
+Host. Every rank copies its shard into symmetric memory and signals; it multiplies its own shard,
+then each peer's in place once that peer has signalled (on a GPU: once the copy engines have fetched
+it, in a stream of their own). Nothing is gathered: y is written chunk by chunk. Shards of few rows
+are gathered after all, as a small matmul wastes more than the copy costs.
+
+Backward publishes the shard first and the partial sums next, so that peers' shards arrive during
+the first product and peers' partial sums during the second. Two calls are then in flight, which
+takes two workspaces.
+
+Triton. The kernels of `all_gather_kernel`; backward also uses those of `reduce_scatter_kernel` and
+`contract_kernel`.
+
+Generic. Collectives and matmuls, which take x as it is. The others take matrices, whose rows run
+along the gathered dim first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from weft.collectives import Group, Workspace, all_gather, exchange, reduce_scatter, workspace
+from weft.collectives.device.launches import layouts_of
+from weft.collectives.ranks.chunks import offsets
+from weft.kernels.engine import epilogues, shards
+from weft.kernels.engine.chips import chip_of
+from weft.kernels.engine.engines import RunnableEngine
+from weft.kernels.engine.epilogues import Activation
+from weft.kernels.engine.fp8 import Scaling, scaled_products
+from weft.kernels.engine.local_matmul import (
+    WeightGrad,
+    as_rows,
+    matmul,
+    mm,
+    partial_matmul,
+    partial_mm,
+    sum_dtype,
+)
+
+
+class GatherCall(NamedTuple):
+    """One call, except for its tensors, which autograd must see."""
+
+    group: Group
+    engine: RunnableEngine
+    dim: int  # along which x is gathered; 0 where it is a matrix
+    rows: list[int]  # lengths of every rank's shard along it
+    returns: bool  # whether the gathered x is wanted
+    saves: bool  # whether it is kept for the gradients
+    activation: Activation | None
+    scaling: Scaling | None
+
+    @property
+    def keep(self) -> bool:
+        """Whether it is a result: also if only saved, as second derivatives pass through it."""
+        return self.returns or self.saves
+
+
+class Made(NamedTuple):
+    """What a forward returns."""
+
+    ys: list[torch.Tensor]
+    sums: list[torch.Tensor]  # the arguments of the activation, if they are to be kept
+    gathered: torch.Tensor | None  # if it is wanted
+
+
+class GatherGradient(NamedTuple):
+    """What a backward is given: dy (M, N_i) for each y_i; dgathered (M, K) if x was returned.
+
+    With the gathered x (M, K), if it was kept, only the gradient of x communicates, and `x` may be
+    any with its dtype and columns.
+    """
+
+    x: torch.Tensor  # (m_r, K), and w_i (K, N_i): as in forward
+    weights: list[torch.Tensor]
+    dys: list[torch.Tensor]
+    dgathered: torch.Tensor | None
+    group: Group
+    rows: list[int]
+    needs_x: bool
+    needs_w: Sequence[bool]
+    gathered: torch.Tensor | None = None
+
+
+# For x, and for every weight; None where it is not needed.
+GatherGradients = tuple[torch.Tensor | None, list[torch.Tensor | None]]
+
+
+def run_forward(
+    call: GatherCall,
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    keep_sums: bool,
+) -> Made:
+    """The products, and what else is to be kept."""
+    if call.engine == "host":
+        return _host_forward(call, x, weights, biases)
+    if call.engine == "triton":
+        return _triton_forward(call, x, weights, biases, keep_sums)
+    gathered = all_gather(x, call.group, dim=call.dim, sizes=call.rows)
+    pairs = zip(weights, biases, strict=True)
+    return Made([matmul(gathered, *pair) for pair in pairs], [], gathered)
+
+
+def run_backward(engine: RunnableEngine, given: GatherGradient) -> GatherGradients:
+    """The gradients that are needed, by a fused engine."""
+    if given.gathered is not None:
+        return _backward_of_gathered(engine, given, given.gathered)
+    return _host_backward(given) if engine == "host" else _triton_backward(given)
+
+
+def _backward_of_gathered(
+    engine: RunnableEngine, given: GatherGradient, gathered: torch.Tensor
+) -> GatherGradients:
+    dx = None
+    if given.needs_x:
+        only_x = given._replace(needs_w=[False] * len(given.weights), gathered=None)
+        dx, _ = run_backward(engine, only_x)
+    dws: list[torch.Tensor | None] = []
+    for w, dy, need in zip(given.weights, given.dys, given.needs_w, strict=True):
+        grad = WeightGrad(w)
+        if need:
+            grad.add(gathered, dy)
+        dws.append(grad.result() if need else None)
+    return dx, dws
+
+
+def _host_forward(
+    call: GatherCall,
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+) -> Made:
+    group, rows, keep, scaling = call.group, call.rows, call.keep, call.scaling
+    op, nbytes = "all_gather_matmul", shards.gather_bytes(x, rows)
+    if scaling is not None:
+        scaling = replace(scaling, rows=all_gather(scaling.rows, group, sizes=rows))
+    gathered = None
+    with exchange(group, nbytes, op, x.device, channel="host gather") as ex:
+        shards.publish(ex, x, rows)
+        if keep or scaling is not None or not shards.rows_in_place(x, weights, rows):
+            gathered = shards.gather_shards(ex, x, rows)
+            if scaling is not None:
+                zs = scaled_products(gathered, weights, biases, scaling)
+            else:
+                zs = [mm(gathered, *pair) for pair in zip(weights, biases, strict=True)]
+            gathered = gathered.clone() if keep else None
+        else:
+            zs = [x.new_empty(sum(rows), w.shape[1]) for w in weights]
+            for start, chunk in shards.shards(ex, x, rows):
+                for z, w, bias in zip(zs, weights, biases, strict=True):
+                    mm(chunk, w, bias, out=z[start : start + len(chunk)])
+        for made in zs if gathered is None else [*zs, gathered]:
+            ex.result(made)
+    return Made(epilogues.activate(zs, call.activation), zs, gathered)
+
+
+def _host_backward(given: GatherGradient) -> GatherGradients:
+    x, weights, dys, dgathered, group, rows, needs_x, needs_w, _ = given
+    M, K = sum(rows), x.shape[1]
+    wire = sum_dtype(x)
+    op, dx = "all_gather_matmul backward", None
+    dws: list[torch.Tensor | None] = [None] * len(weights)
+    with ExitStack() as stack:
+        if any(needs_w):
+            gather = stack.enter_context(
+                exchange(group, shards.gather_bytes(x, rows), op, x.device, channel="host gather")
+            )
+            shards.publish(gather, x, rows)
+        if needs_x:
+            scatter = stack.enter_context(
+                exchange(group, M * K * wire.itemsize, op, x.device, channel="host scatter")
+            )
+            plus = dgathered
+            for dy, w in zip(dys[1:], weights[1:], strict=True):
+                plus = partial_mm(dy, w.t(), plus=plus)
+            own, overwrite = shards.publish_product(scatter, dys[0], weights[0].t(), rows, plus)
+        if any(needs_w):
+            in_place = shards.sums_in_place(weights, rows)
+            chunks = len(rows) if in_place else 1
+            pairs = [
+                (i, WeightGrad(w, chunks), dys[i])
+                for i, (w, need) in enumerate(zip(weights, needs_w, strict=True))
+                if need
+            ]
+            for start, chunk in shards.row_chunks(gather, x, rows, in_place=in_place):
+                for _, grad, dy in pairs:
+                    grad.add(chunk, dy[start : start + len(chunk)])
+            for i, grad, _ in pairs:
+                dws[i] = gather.result(grad.result())
+        if needs_x:
+            start = offsets(rows)[group.rank]
+            dx = shards.reduce_rows(scatter, own, start, x.dtype, overwrite=overwrite)
+            scatter.result(dx)
+    return dx, dws
+
+
+def _triton_forward(
+    call: GatherCall,
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    keep_sums: bool,
+) -> Made:
+    from weft.kernels.matmul import all_gather_launch as kernel
+
+    group, rows, keep, scaling = call.group, call.rows, call.keep, call.scaling
+    N = sum(w.shape[1] for w in weights)
+    config = kernel.all_gather_config(
+        sum(rows), N, x.shape[1], x.dtype, group.world_size, chip_of(x.device),
+        activation=call.activation, keep=keep, keep_sums=keep_sums,
+    )  # fmt: skip
+    ws = gather_workspace(x, group, rows, config.copy_engines)
+
+    def launched() -> list[torch.Tensor]:
+        made = kernel.launch_all_gather_matmul(
+            x,
+            weights,
+            ws,
+            rows,
+            biases=biases,
+            activation=call.activation,
+            keep_sums=keep_sums,
+            with_own=keep,
+            scaling=scaling,
+            config=config,
+        )
+        return [*made.ys, *made.sums, *([] if made.matrix is None else [made.matrix])]
+
+    operands = [x, *weights, *biases, *(() if scaling is None else scaling.tensors)]
+    key = "all_gather_matmul", *rows, call.activation, keep, keep_sums, config
+    with ws.call("all_gather_matmul"):
+        made = [*ws.repeat((key, layouts_of(operands)), operands, launched)]
+    count = 1 if call.activation == "swiglu" else len(weights)
+    sums = made[count : count + len(weights)] if keep_sums else []
+    return Made(made[:count], sums, made[-1] if keep else None)
+
+
+def gather_workspace(
+    x: torch.Tensor, group: Group, rows: list[int], copy_engines: bool = False
+) -> Workspace:
+    """The workspace through which kernels, or copy engines, gather x (rows[rank], K)."""
+    from weft.kernels.device import gathers
+
+    nbytes = gathers.workspace_bytes(max(rows), x.shape[1], x.dtype)
+    channel = "gather by copy engines" if copy_engines else "gather"
+    return workspace(group, nbytes, channel=channel, device=x.device)
+
+
+def _triton_backward(given: GatherGradient) -> GatherGradients:
+    from weft.kernels.matmul import contract_kernel, reduce_scatter_kernel
+
+    x, weights, dys, dgathered, group, rows, needs_x, needs_w, _ = given
+    op, dx = "all_gather_matmul backward", None
+    dws: list[torch.Tensor | None] = [None] * len(weights)
+    if needs_x:
+        ws = reduce_scatter_kernel.workspace_for(dys[0], weights[0].t(), group, rows, x.dtype)
+
+        def summed() -> list[torch.Tensor]:
+            transposed = [w.t() for w in weights]
+            return [reduce_scatter_kernel.launch_matmul_reduce_scatter(dys, transposed, ws, rows)]
+
+        operands = [*dys, *weights]
+        with ws.call(op):
+            (dx,) = ws.repeat((op, *rows, layouts_of(operands)), operands, summed)
+        if dgathered is not None:
+            dx += reduce_scatter(dgathered, group, sizes=rows)
+    gathered = None
+    for i, (w, dy, need) in enumerate(zip(weights, dys, needs_w, strict=True)):
+        if not need:
+            continue
+        dws[i] = dw = torch.empty_like(w)  # in w's own layout
+        if gathered is None:
+            gathered = contract_kernel.contracted(
+                op, x, dy, gather_workspace(x, group, rows), rows, dw, with_own=sum(needs_w) > 1
+            )
+        else:
+            mm(gathered.t(), dy, out=dw)
+    return dx, dws
+
+
+def generic_backward(given: GatherGradient, dim: int = 0) -> GatherGradients:
+    """The same by collectives and matmuls, which are differentiable themselves.
+
+    Args:
+        given: x and its gradients may have more dims here; a dy that is None stands for 0.
+        dim: along which x is gathered; `given.rows` are the lengths.
+    """
+    x, weights, dys, dx, group, sizes, needs_x, needs_w, gathered = given
+    dws: list[torch.Tensor | None] = [None] * len(weights)
+    if gathered is None and any(needs_w):
+        gathered = all_gather(x, group, dim=dim, sizes=sizes)
+    for i, (dy, w) in enumerate(zip(dys, weights, strict=True)):
+        if dy is not None and needs_x:
+            part = partial_matmul(dy, w.t())
+            dx = part if dx is None else dx + part
+        if dy is not None and needs_w[i]:
+            assert gathered is not None
+            a, b = as_rows(gathered), as_rows(dy)
+            dws[i] = matmul(b.t(), a).t() if w.stride(0) == 1 else matmul(a.t(), b)
+    if not needs_x or dx is None:
+        return None, dws
+    return reduce_scatter(dx, group, dim=dim, sizes=sizes).to(x.dtype), dws

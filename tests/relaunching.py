@@ -1,0 +1,217 @@
+"""Launches that are made again (`weft.collectives.device.launches`), on a driver that runs nothing.
+
+    python tests/relaunching.py
+
+Every call of `weft bench host` is made with another rank's tensors, by kept launches and anew: the
+kernels must be given the same, addresses as the place of an operand or a table, or as a new tensor.
+Then what must not be kept. Prints a JSON object: by name, what is wrong, or "".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import triton
+import triton.language as tl
+from launching import HOOK, parameter_sizes
+
+from weft.bench.host import driver, measure
+from weft.bench.host.calls import CALLS
+from weft.collectives.device.launches import Repeated, launching, layouts_of, temporary
+
+OTHER = measure.RANK + 1  # whose tensors are taken the second time
+_SEEN: list[list[bytes]] = []
+
+
+def watch() -> Any:
+    """From now on, note the parameters of all launches."""
+    sizes: dict[int, list[int]] = {}
+    init = triton.compiler.CompiledKernel._init_handles
+
+    def told(compiled: Any) -> None:
+        init(compiled)
+        sizes[compiled.function] = parameter_sizes(compiled.asm["ptx"])
+
+    def on_launch(function: int, parameters: Any) -> None:
+        given = enumerate(sizes[function])
+        _SEEN.append([ctypes.string_at(parameters[i], size) for i, size in given])
+
+    triton.compiler.CompiledKernel._init_handles = told
+    hook = HOOK(on_launch)
+    driver.activate().stub_on_launch(hook)
+    return hook
+
+
+@contextmanager
+def prepared_launches() -> Iterator[list[str]]:
+    """The kernels that Triton is asked for inside: none is where launches are made again."""
+    found, run = list[str](), triton.JITFunction.run
+
+    def counted(kernel: Any, *args: Any, **options: Any) -> Any:
+        found.append(kernel.__name__)
+        return run(kernel, *args, **options)
+
+    with patch.object(triton.JITFunction, "run", counted):
+        yield found
+
+
+def launched(call: Callable[[], object]) -> list[list[bytes]]:
+    """The parameters of its launches."""
+    _SEEN.clear()
+    call()
+    return _SEEN.copy()
+
+
+def held() -> list[tuple[int, int]]:
+    """Where the memory of all tensors begins and ends."""
+    storages = [x.untyped_storage() for x in gc.get_objects() if isinstance(x, torch.Tensor)]
+    return [(each.data_ptr(), each.data_ptr() + each.nbytes()) for each in storages]
+
+
+def forget() -> None:
+    """Have the next calls made anew."""
+    for each in gc.get_objects():
+        if isinstance(each, Repeated):
+            each._kept.clear()
+
+
+def difference(kept: list[list[bytes]], anew: list[list[bytes]], old: Any) -> str:
+    """What kept launches were given that is neither what those made anew were, nor memory that is
+    new in both."""
+    if [*map(len, kept)] != [*map(len, anew)]:
+        return f"{[*map(len, kept)]} parameters, not {[*map(len, anew)]}"
+    pairs: dict[int, int] = {}
+    for i, (of_kept, of_anew) in enumerate(zip(kept, anew, strict=True)):
+        for j, (one, other) in enumerate(zip(of_kept, of_anew, strict=True)):
+            if one == other:
+                continue
+            if len(one) not in (8, 128) or one[8:] != other[8:]:
+                return f"parameter {j} of launch {i}: {one!r}, not {other!r}"
+            mine, its = (int.from_bytes(each[:8], "little") for each in (one, other))
+            if any(begin <= mine < end for begin, end in old) or pairs.setdefault(mine, its) != its:
+                return f"parameter {j} of launch {i} is an address of before"
+    return ""
+
+
+def wrong_call(name: str) -> str:
+    """What is wrong with a call of `weft bench host`."""
+    # A gradient runs in the group of its forward, which was that of the tensors' rank.
+    other = measure.RANK if "gradient" in name else OTHER
+    with measure.prepared(CALLS[name]) as run:
+        run(other)  # their tensors are made
+        forget()
+        run(measure.RANK)
+        old = held()
+        with prepared_launches() as found:
+            kept = launched(lambda: run(other))
+        if bool(found) != (name in NEVER_KEPT):
+            return f"prepared: {found}"
+        forget()
+        return difference(kept, launched(lambda: run(other)), old)
+
+
+NEVER_KEPT = ("all_gather_matmul, 8192 tokens",)  # copies, by the copy engines
+
+
+@triton.jit
+def _add_kernel(a, b, out, table, n, stride, BLOCK: tl.constexpr) -> None:
+    offs = tl.arange(0, BLOCK)
+    total = tl.load(a + offs * stride) + tl.load(b + offs) + tl.load(table)
+    tl.store(out + offs, total, offs < n)
+
+
+TABLE = torch.zeros(64)
+_Make = Callable[..., Sequence[torch.Tensor]]
+
+
+def add(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """What a launcher does."""
+    out = torch.empty_like(b) if out is None else out
+    launching(_add_kernel, 1)(a, b, out, TABLE, a.numel(), a.stride(0), BLOCK=64)
+    return [out]
+
+
+def through_temporary(a: torch.Tensor, b: torch.Tensor, told: bool = True) -> list[torch.Tensor]:
+    between = torch.empty_like(a)
+    (out,) = add(a, temporary(between) if told else between)
+    return [out]
+
+
+def outside(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
+    return add(a, ELSEWHERE)
+
+
+ELSEWHERE = torch.zeros(64)
+
+
+def vectors(count: int = 2, at: int = 0) -> list[torch.Tensor]:
+    """New ones, at an offset."""
+    return [torch.zeros(64 + at)[at:] for _ in range(count)]
+
+
+# By what they show: what is called, with what first and what then, and whether that is kept.
+MADE_AGAIN: dict[str, tuple[_Make, list[torch.Tensor], list[torch.Tensor], bool]] = {
+    "other addresses": (add, vectors(), vectors(), True),
+    "another layout": (add, vectors(), [torch.zeros(64, 2)[:, 0], *vectors(1)], False),
+    "another dtype": (add, vectors(), [x.half() for x in vectors()], False),
+    "a pending negation": (
+        add, vectors(), [torch.zeros(64, dtype=torch.cfloat).conj().imag, *vectors(1)], False,
+    ),
+    "first the same twice": (add, vectors(1) * 2, vectors(), False),
+    "then the same twice": (add, vectors(), vectors(1) * 2, False),
+    "no multiple of 16 first": (add, vectors(at=1), vectors(), False),
+    "no multiple of 16 then": (add, vectors(), vectors(at=1), False),
+    "temporary memory": (through_temporary, vectors(), vectors(), True),
+    "temporary memory, not told": (
+        partial(through_temporary, told=False), vectors(), vectors(), False,
+    ),
+    "memory of somebody else": (outside, vectors(), vectors(), False),
+    "a copy before": (lambda a, b: add(a.clone(), b), vectors(), vectors(), False),
+    "a fill behind": (lambda a, b: [add(a, b)[0].fill_(1.0)], vectors(), vectors(), False),
+    "into an operand": (lambda a, b, out: add(a, b, out) and (), vectors(3), vectors(3), True),
+    "an operand as the result": (lambda a, b, out: add(a, b, out), vectors(3), vectors(3), False),
+    "a part of what is made": (lambda a, b: [add(a, b)[0][32:]], vectors(), vectors(), True),
+}  # fmt: skip
+
+
+def wrong_case(make: _Make, first: Any, then: Any, keeps: bool) -> str:
+    """What is wrong with one of `MADE_AGAIN`."""
+    repeated = Repeated(torch.device("cpu"), [TABLE])
+
+    def call(operands: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return repeated.call(layouts_of(operands), operands, lambda: make(*operands))
+
+    call(first)
+    with prepared_launches() as found:
+        results: list[torch.Tensor] = []
+        kept = launched(lambda: results.extend(call(then)))
+    if bool(found) == keeps:
+        return f"prepared: {found}"
+    wanted = make(*then)
+    if [(x.shape, x.stride()) for x in results] != [(x.shape, x.stride()) for x in wanted]:
+        return f"results {[x.shape for x in results]}"
+    for given, x in zip(kept[0][:2], then, strict=False):
+        if make is add and int.from_bytes(given, "little") != x.data_ptr():
+            return "an operand is another"
+    if results and make is add and int.from_bytes(kept[0][2], "little") != results[0].data_ptr():
+        return "the result is another"
+    return ""
+
+
+def main() -> None:
+    _hook = watch()
+    told = {name: wrong_call(name) for name in CALLS}
+    told |= {name: wrong_case(*case) for name, case in MADE_AGAIN.items()}
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()
