@@ -2,16 +2,23 @@
 
 All programs of a launch finish their first tile at the same time. If each stored it to a peer at
 once, all would stall until the link had taken every tile, and again after each further tile:
-arithmetic and transfers would add up. So they take turns, SENDERS at a time:
+arithmetic and transfers would add up. So they stand in SENDERS lines of neighbours, and one of each
+line sends at a time:
 
-    program 0    tile ....... send | tile ....... send | tile ....... send |        SENDERS = 1
+    program 0    tile ....... send | tile ....... send | tile ....... send |           first line
     program 1    tile ....... wait  send | tile ....... send | tile ....... send |
-    program 2    tile ....... wait       wait send | tile ....... send | tile ....... send |
+    program 2    tile ....... send | tile ....... send | tile ....... send |           second line
+    program 3    tile ....... wait  send | tile ....... send | tile ....... send |
 
-After the first tiles the programs are staggered, and each finishes as the link becomes free.
+After the first tiles the programs of a line are staggered, and each finishes as the link becomes
+free.
 
-The n-th send of program p waits for the n-th of program p - SENDERS, which announces it in the word
-(1, rank, p - SENDERS) of the rank's own pad: (generation << 32) + sends so far, and
+Neighbours, as programs that finish together may have tiles of several owners: of those after this
+rank, each a stretch of the programs. Those that send at a time are then of all these owners evenly.
+If the first programs of all sent first, they would be of one owner, and the same on many ranks.
+
+The n-th send of a program waits for the n-th of the one before it in line, which announces it in
+the word (1, rank, program - 1) of the rank's own pad: (generation << 32) + sends so far, and
 (generation + 1) << 32 once it has no more. Turns order no data: the signals are relaxed, and a
 program that has waited too long goes on.
 """
@@ -27,8 +34,8 @@ from weft.collectives.device import signals
 @triton.jit
 def wait(link, rank, program, generation, sends, WORLD_SIZE: tl.constexpr, SENDERS: tl.constexpr):
     """Wait for the turn of `program` before its send number `sends` (from 0)."""
-    if program >= SENDERS:
-        before = signals.slot_ptr(link.signal_ptrs, rank, WORLD_SIZE, 1, rank, program - SENDERS)
+    if program % ((tl.num_programs(0) + SENDERS - 1) // SENDERS) > 0:
+        before = signals.slot_ptr(link.signal_ptrs, rank, WORLD_SIZE, 1, rank, program - 1)
         own_pad = signals.peer_ptr(link.signal_ptrs, rank, tl.int64)
         signals.wait_local(own_pad, before, (generation << 32) + sends + 1, link.timeout_ns)
 
