@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch._C._autograd import _profiler_enabled
 
 from weft import settings
 from weft.collectives import Group, all_gather, cost, reduce_scatter, resolve
 from weft.collectives.device.launches import layouts_of
 from weft.collectives.memory.exchange import check_call
+from weft.collectives.profiled import profiler_enabled
 from weft.collectives.ranks import caches
 from weft.collectives.ranks.chunks import chunk_sizes
 from weft.collectives.ranks.flight import call_of
@@ -239,7 +239,7 @@ class FusedSum:
         call = SumCall(self, group, plan, reduce_op == "avg", scaling, dtype, told)
         given = Operands(flat, w, bias, residual)
         made: torch.Tensor
-        if _profiler_enabled() or needs_gradient(given):
+        if profiler_enabled() or needs_gradient(given):
             made = self.function.apply(call, *given)
         else:  # 5 us less
             made = call.made_of(given)
