@@ -69,8 +69,8 @@ IN_EXCHANGES = [
     fault(
         "an exchange that ends early",
         exchange,
-        "        if kind is None:\n            self.wait_all()\n            if",
-        "        if kind is None:\n            if",
+        "                self.wait_all()\n                failed = False",
+        "                failed = False",
         MOVED,
     ),
     fault(

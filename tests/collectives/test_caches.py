@@ -39,6 +39,7 @@ STAY = {
     "collectives/ranks/reports: _pages": "a page of pinned memory for many buffers, used again",
     "collectives/ranks/reports: _reports": "open buffers",
     "collectives/ranks/reports: _untold": "errors, until they are raised",
+    "collectives/ranks/waits: _known": "processes that this one has met",
     "dtensor/dispatch/call: rules": "made at import",
     "dtensor/dispatch/call: rules_of_overloads": "made at import",
     "dtensor/dispatch/discovery: asked": "ops that the user names",
@@ -132,7 +133,7 @@ def random_shapes() -> None:
         (x + x).redistribute(mesh, [Replicate()])
         weft.all_gather_matmul(torch.ones(m, k), torch.ones(k, n))
     told = {each.name: each for each in weft.caches()}
-    for name in ("weft.dtensor.dispatch.dispatch._plans", "weft.dtensor.move.transfers.plan"):
+    for name in ("weft.dtensor.dispatch.dispatch._plans", "weft.dtensor.move.transfers.move_plan"):
         assert told[name].held >= before.get(name, 0) + 50
         assert str(told[name]).startswith(f"{name}: {told[name].held} of ")
     assert all(each.held <= each.most for each in told.values())

@@ -57,3 +57,11 @@ def test_parameters_of_every_kernel_are_the_arguments(
 def test_kept_launches_are_those_that_would_be_made(variables: dict[str, str]) -> None:
     told = told_by("relaunching.py", variables)
     assert len(told) > 20 and not any(told.values()), told
+
+
+@pytest.mark.sweep
+def test_kept_launches_of_every_call_are_those_that_would_be_made(
+    variables: dict[str, str],
+) -> None:
+    told = told_by("relaunching.py", variables, "all")
+    assert len(told) > 30 and not any(told.values()), told

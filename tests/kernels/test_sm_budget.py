@@ -68,7 +68,8 @@ def test_a_chip_has_what_is_left_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ranks_with_different_budgets_are_told_so() -> None:
     """Their grids would differ, and programs wait for those of the same number."""
-    specs = [(((4,), "torch.int8", "cuda", f"WEFT_SMS={sms}"), "") for sms in ("all", "64")]
-    group: Any = SimpleNamespace(gather_objects=lambda mine, what: specs)
+    specs = [(((4,), "torch.int8", "cuda", f"WEFT_SMS={sms}"), "", "", "") for sms in ("all", "64")]
+    calls = SimpleNamespace(under_way=lambda: "")
+    group: Any = SimpleNamespace(gather_objects=lambda mine, what: specs, calls=calls)
     with pytest.raises(MismatchError, match=r"WEFT_SMS=all.*rank 1 for .*WEFT_SMS=64"):
-        symmetric._agree_on_spec(group, specs[0][0], "")
+        symmetric._agree_on_spec(group, specs[0][0], "", "")
