@@ -170,7 +170,8 @@ def main() -> int:
     print(told)
     if args.page:
         page = args.page.read_text()
-        seeds = f"\nSeeds from {args.seed}, {time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores.\n"
+        day, cores = time.strftime("%Y-%m-%d"), os.cpu_count()
+        seeds = f"\n\nSeeds from {args.seed}, {args.minutes:g} minutes, {day}, {cores} cores.\n"
         begin, end = "<!-- faults -->\n", "\n<!-- /faults -->"
         made = re.sub(f"(?s){begin}.*{end}", lambda _: begin + told + seeds + end, page)
         args.page.write_text(made)
