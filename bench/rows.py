@@ -21,6 +21,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from weft.errors import printable
+
 SCHEMA = 2
 
 
@@ -266,7 +268,7 @@ class Result:
             ValueError: it is no such file.
         """
         try:
-            content = json.loads(path.read_text())
+            content = _shown(json.loads(path.read_text()))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not a result of weft bench: {error}") from None
         if not isinstance(content, dict) or content.get("schema") != SCHEMA:
@@ -311,6 +313,17 @@ class Result:
                     timing.us  # noqa: B018 - ValueError without ranks
             if len(rounds) > 1:
                 raise ValueError(f"{case.name} has variants of {sorted(rounds)} rounds")
+
+
+def _shown(value: Any) -> Any:
+    """A value of JSON, without what would command a terminal that shows it."""
+    if isinstance(value, str):
+        return "\n".join(map(printable, value.split("\n")))
+    if isinstance(value, list):
+        return [_shown(item) for item in value]
+    if isinstance(value, dict):
+        return {_shown(name): _shown(item) for name, item in value.items()}
+    return value
 
 
 def _rounded(value: Any) -> Any:

@@ -1,9 +1,19 @@
-"""The errors that weft raises beside `ValueError` (misuse) and `NotImplementedError`."""
+"""The errors that weft raises beside `ValueError` (misuse) and `NotImplementedError`.
+
+And how errors, and all else that is shown, name what files hold: see `printable`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+
+
+def printable(text: str) -> str:
+    """`text` as a terminal may show it: what is no character to see is written as Python would."""
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text
+    )
 
 
 class WeftError(RuntimeError):

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from weft import versions
 from weft.cli import EXTRAS, INSTALL_EXTRAS, Parser, several
+from weft.errors import printable
 
 if TYPE_CHECKING:
     import torch
@@ -83,7 +84,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _flight(folder: Path) -> int:
     from weft.bench.commands import flight
-    from weft.dtensor.checkpoint.metadata import printable
 
     try:
         for line in list(flight.lines(folder)):

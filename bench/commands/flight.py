@@ -10,7 +10,7 @@ from pathlib import Path
 
 from weft.collectives.ranks import flight, flight_files
 from weft.collectives.ranks.flight import Noted
-from weft.dtensor.checkpoint.metadata import printable
+from weft.errors import printable
 
 _SHOWN = 12  # calls of a group
 

@@ -16,6 +16,7 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from weft.errors import printable
 from weft.sim.time.hardware import PRESETS, Hardware
 from weft.sim.time.library import held_to
 
@@ -133,7 +134,9 @@ def read(path: Path) -> list[Row]:
                     f"{path} has no column {', '.join(missing)}: the first line must name "
                     f"{','.join(COLUMNS)}"
                 )
-            return [Row(*((line[name] or "").strip() for name in COLUMNS)) for line in table]
+            return [
+                Row(*(printable((line[name] or "").strip()) for name in COLUMNS)) for line in table
+            ]
     except (OSError, UnicodeError, csv.Error) as error:
         raise ValueError(f"{path} cannot be read as CSV: {error}") from error
 

@@ -14,9 +14,10 @@ from pathlib import Path
 from torch.distributed.tensor import Replicate, Shard
 
 from weft.dtensor.checkpoint.files import Entry, Stored, merge, reshard
-from weft.dtensor.checkpoint.metadata import CheckpointError, printable
+from weft.dtensor.checkpoint.metadata import CheckpointError
 from weft.dtensor.layout.boxes import Placements
 from weft.dtensor.notation import parse_colossalai, parse_torch
+from weft.errors import printable
 
 _DESCRIPTION = """\
 Works on the folders that weft.dtensor.checkpoint.save and torch.distributed.checkpoint.save write,

@@ -29,11 +29,11 @@ from weft.dtensor.checkpoint.items import Block, blocks
 from weft.dtensor.checkpoint.metadata import (
     CheckpointError,
     differs,
-    printable,
     read_metadata,
     stored_crc,
 )
 from weft.dtensor.layout.boxes import Layout, Placements, StandInMesh, contiguous_stride, normalize
+from weft.errors import printable
 
 Progress = Callable[[int], object]
 

@@ -61,13 +61,6 @@ class _Unpickler(pickle.Unpickler):
         )
 
 
-def printable(text: str) -> str:
-    """`text` as a terminal may show it: what is no character to see is written as Python would."""
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text
-    )
-
-
 def read_metadata(folder: Path) -> Metadata:
     """What a checkpoint holds, without running code of the file.
 

@@ -120,6 +120,9 @@ def load(where: str, chip: str) -> Mapping[Key, Choice]:
             key = Key(**{field.name: entry[field.name] for field in fields(Key)})
             choice = dict(entry["choice"])
             tiling = choice.pop("tiling", None)
+            for name, value in (choice | (tiling or {})).items():
+                if type(value) not in (int, bool) or not 0 <= value < 1 << 20:
+                    raise ValueError(f"{name} is {value!r}")
             table[key] = Choice(tiling=Tiling(**tiling) if tiling else None, **choice)
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(

@@ -26,8 +26,9 @@ import torch.distributed as dist
 from matplotlib.figure import Figure
 
 from tools import readme
-from weft.bench import bounds, measure, rows, runner, shapes
+from weft.bench import bounds, cli, measure, rows, runner, shapes
 from weft.bench.problem import Options
+from weft.bench.published import rows as published_rows
 from weft.bench.registry import SUITES, suite
 from weft.bench.report import advice, compare, plots, tables
 from weft.bench.suites import ops
@@ -308,6 +309,26 @@ def test_old_files_are_refused(tmp_path: Path) -> None:
     path.write_text('{"suite": "mlp", "cases": []}')
     with pytest.raises(ValueError, match="run the suite again"):
         rows.Result.read(path)
+
+
+def test_files_do_not_command_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Names in results and in tables of what others have published, also where they are missed."""
+    kept = ROOT / "bench" / "results" / "loss.json"
+    evil = json.loads(kept.read_text())
+    for case in evil["cases"]:
+        case["name"] += "\x1b[2J"
+    evil["environment"]["torch"] = "\x1b[31m"
+    (tmp_path / "evil.json").write_text(json.dumps(evil))
+    for pair in ((tmp_path / "evil.json", kept), [tmp_path / "evil.json"] * 2):
+        cli.main(["compare", *map(str, pair), "--all"])
+    table = published_rows.SHIPPED.read_text().splitlines()
+    (tmp_path / "evil.csv").write_text("\n".join([table[0], "\x1b[2J" + table[1]]))
+    cli.main(["published", str(tmp_path / "evil.csv")])
+    told = capsys.readouterr()
+    assert r"\x1b[2J" in told.out and r"\x1b[31m" in told.out
+    assert "\x1b" not in told.out + told.err
 
 
 def test_shapes_are_sizes_models_and_files(tmp_path: Path) -> None:

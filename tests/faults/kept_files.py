@@ -48,7 +48,12 @@ def kept_files(chance: random.Random, folder: Path) -> Iterator[None]:
                 path = folder / f"chip{i}{suffix}"
                 path.write_bytes(odd_file(chance, like))
                 try:
-                    load(str(folder), f"chip{i}")
+                    for choice in load(str(folder), f"chip{i}").values():
+                        numbers = [choice]
+                        if isinstance(choice, tuning.Choice):
+                            tiling = asdict(choice.tiling) if choice.tiling else {}
+                            numbers = [*tiling.values(), choice.copy_programs or 0]
+                        assert all(0 <= number < math.inf for number in numbers), numbers
                 except ValueError as error:
                     assert str(path) in str(error) and "again with" in str(error), error
             yield
