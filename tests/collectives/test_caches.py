@@ -135,7 +135,7 @@ def random_shapes() -> None:
     told = {each.name: each for each in weft.caches()}
     for name in ("weft.dtensor.dispatch.dispatch._plans", "weft.dtensor.move.transfers.move_plan"):
         assert told[name].held >= before.get(name, 0) + 50
-        assert str(told[name]).startswith(f"{name}: {told[name].held} of ")
+        assert str(told[name]).startswith(f"{name}: {told[name].held:,} of ")
     assert all(each.held <= each.most for each in told.values())
     weft.close()
     assert not [each for each in weft.caches() if each.held and each.most > 1]
