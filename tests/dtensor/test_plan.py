@@ -108,6 +108,7 @@ def test_plans_by_hand_are_those_of_the_field() -> None:
     assert default.placements["blocks.1"].is_replicate()
 
 
+@pytest.mark.sweep
 def test_less_memory_takes_more_time() -> None:
     model, mesh = models.llama(4), pretended(2, 2)
     free = plan(model, mesh, TOKENS, hardware="h100")
@@ -259,7 +260,7 @@ def check(found: Plan, model: nn.Module, x: Tensor, name: str) -> None:
         torch.testing.assert_close(grad * parts, wanted, rtol=1e-9, atol=1e-10, msg=where)
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_applied_plans_are_one_process(name: str) -> None:
     make, x = MODELS[name]
@@ -268,8 +269,15 @@ def test_applied_plans_are_one_process(name: str) -> None:
         check(found, model, x, f"{name}, {kind}")
 
 
+@pytest.mark.sweep
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("name", ["llama", "stacked"])
+@pytest.mark.parametrize("name", MODELS)
+def test_applied_plans_on_more_ranks_are_one_process(name: str) -> None:
+    test_applied_plans_are_one_process(name)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", ["llama", pytest.param("stacked", marks=pytest.mark.sweep)])
 def test_two_mesh_dims(name: str) -> None:
     make, x = MODELS[name]
     model, mesh = make(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
