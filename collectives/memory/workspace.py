@@ -432,8 +432,13 @@ def give_back(group: Group, channel: str, device: torch.device) -> None:
 
 
 def forget(rank: int) -> None:
-    """Drop the workspaces of virtual rank `rank`."""
-    for key in list(_workspaces):
-        group = key[0]
-        if group.virtual is not None and group.ranks[group.rank] == rank:
-            del _workspaces[key]
+    """Drop the workspaces of virtual rank `rank`, and what else is kept by its groups."""
+
+    def is_its(part: Any) -> bool:
+        its = isinstance(part, Group) and part.virtual is not None
+        return its and part.ranks[part.rank] == rank
+
+    for kept in kept_by_group:
+        for key in list(kept):
+            if any(map(is_its, key if isinstance(key, tuple) else (key,))):
+                kept.pop(key, None)

@@ -437,3 +437,23 @@ def test_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     example = runpy.run_path(str(EXAMPLES / f"sim_{name}.py"))
     assert example["main"](schedules=10) == 0
     assert "right under 10 schedules" in capsys.readouterr().out
+
+
+@needs_interpreter
+def test_nothing_is_kept_for_ranks_that_are_no_more() -> None:
+    """Plans are kept by group, and a virtual group holds the memory of its run."""
+    names = [f"weft.kernels.matmul.{file}._plans" for file in ("fused_sum", "all_gather")]
+
+    def held() -> list[int]:
+        return [each.held for name in names for each in weft.caches() if each.name == name]
+
+    def body(rank: int) -> list[int]:
+        weft.matmul_all_reduce(torch.ones(2, 3), torch.ones(3, 2))
+        weft.all_gather_matmul(torch.ones(2, 3), torch.ones(3, 2))
+        return held()
+
+    sim.run(2, body)  # imports
+    before = held()
+    during, _ = sim.run(2, body)
+    assert len(before) == 2 and held() == before
+    assert all(then < now for then, now in zip(before, during, strict=True))
