@@ -26,13 +26,11 @@ from typing import Any
 import torch
 
 from weft import settings
-from weft.collectives import Group, all_gather, cost, resolve
+from weft.collectives import Group, all_gather, resolve
 from weft.collectives.collective_ops import known_sizes
 from weft.collectives.device.launches import layouts_of
 from weft.collectives.profiled import profiler_enabled
-from weft.collectives.ranks import caches
-from weft.collectives.ranks.group import GroupLike, group_name, is_call_traced, kept_by_group
-from weft.collectives.ranks.reports import check_all
+from weft.collectives.ranks.group import GroupLike, group_name, is_call_traced
 from weft.kernels.engine import epilogues
 from weft.kernels.engine.autocast import autocast, outside_autocast
 from weft.kernels.engine.engines import Problem, choose, record_backward, refuse_second_order
@@ -44,6 +42,7 @@ from weft.kernels.engine.local_matmul import (
     conjugated,
     needs_gradient,
 )
+from weft.kernels.engine.plans import Plans
 from weft.kernels.matmul.gather_engines import (
     GatherCall,
     GatherGradient,
@@ -153,16 +152,13 @@ def all_gather_matmul(
         group, gather_dim, *lengths, dtype, len(weights), settings.current_engine(),
         *layouts_of((x, *given)),
     )  # fmt: skip
-    plan = None if settings.tracing() else _plans.get(key)
-    if plan is None:
+
+    def planned() -> GatherPlan:
         K = sum(lengths) if contracted else x.shape[-1]
         check_operands(x, K, weights, biases, dtype)
-        plan = _planned(x, weights, group, gather_dim, lengths)
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
-        _plans[key] = plan
-    else:
-        check_all()
+        return _planned(x, weights, group, gather_dim, lengths)
+
+    plan = _plans.of(key, planned)
     front, engine = x.movedim(gather_dim, 0) if gather_dim else x, plan.engine
     batch = front.shape[1:-1]
     if engine == "generic":
@@ -207,11 +203,7 @@ def _listed(x: torch.Tensor, biases: Sequence[torch.Tensor | None]) -> list[torc
     return [x.new_empty(0) if bias is None else bias for bias in biases]
 
 
-_plans: dict[tuple[Any, ...], GatherPlan] = {}
-_MOST_PLANS = 4096
-kept_by_group.append(_plans)
-cost.kept_by_rates.append(_plans)
-caches.register(f"{__name__}._plans", _plans, _MOST_PLANS)
+_plans = Plans[GatherPlan](f"{__name__}._plans")
 
 
 def _planned(

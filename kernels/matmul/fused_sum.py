@@ -19,15 +19,13 @@ from typing import Any, NamedTuple
 import torch
 
 from weft import settings
-from weft.collectives import Group, all_gather, cost, reduce_scatter, resolve
+from weft.collectives import Group, all_gather, reduce_scatter, resolve
 from weft.collectives.device.launches import layouts_of
 from weft.collectives.memory.exchange import check_call
 from weft.collectives.profiled import profiler_enabled
-from weft.collectives.ranks import caches
 from weft.collectives.ranks.chunks import chunk_sizes
 from weft.collectives.ranks.flight import call_of
-from weft.collectives.ranks.group import GroupLike, group_name, is_call_traced, kept_by_group
-from weft.collectives.ranks.reports import check_all
+from weft.collectives.ranks.group import GroupLike, group_name, is_call_traced
 from weft.kernels.engine.autocast import outside_autocast
 from weft.kernels.engine.engines import Problem, RunnableEngine, choose
 from weft.kernels.engine.fp8 import Scaling, refuse_traced, scaled_partial, scaling_of
@@ -43,6 +41,7 @@ from weft.kernels.engine.local_matmul import (
     partial_matmul,
     sum_dtype,
 )
+from weft.kernels.engine.plans import Plans
 from weft.kernels.engine.replicated import Spread, Summed
 
 # Of x, w and bias; None where it is not needed.
@@ -69,11 +68,7 @@ class SumPlan:
     room: int = -1
 
 
-_plans: dict[tuple[Any, ...], SumPlan] = {}
-_MOST_PLANS = 4096
-kept_by_group.append(_plans)
-caches.register(f"{__name__}._plans", _plans, _MOST_PLANS)
-cost.kept_by_rates.append(_plans)
+_plans = Plans[SumPlan](f"{__name__}._plans")
 
 
 class SumCall(NamedTuple):
@@ -209,15 +204,12 @@ class FusedSum:
             self.name, group, dim, reduce_op, dtype, settings.current_engine(),
             *layouts_of((x, w, bias, residual, *scales_given)),
         )  # fmt: skip
-        plan = None if settings.tracing() else _plans.get(key)
-        if plan is None:
+
+        def checked() -> SumPlan:
             check_sum(reduce_op)
-            plan = self._checked(x, w, group, dim, bias, residual, dtype)
-            if len(_plans) >= _MOST_PLANS:
-                _plans.clear()
-            _plans[key] = plan
-        else:
-            check_all()
+            return self._checked(x, w, group, dim, bias, residual, dtype)
+
+        plan = _plans.of(key, checked)
         engine, dim, sizes, shape = plan.engine, plan.dim, plan.sizes, plan.shape
         if engine == "generic":
             partial = scaled_partial(x, w, scaling) if scaling else partial_matmul(x, w)
