@@ -20,6 +20,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+# What each fused matmul has in the place of its other half.
+COLLECTIVE_OF: dict[str, Collective] = {
+    "all_gather_matmul": "all_gather",
+    "matmul_reduce_scatter": "reduce_scatter",
+    "matmul_all_reduce": "all_reduce",
+}
+
+
+def moved_bytes(op: str, M: int, N: int, K: int, itemsize: int) -> int:
+    """Of the whole array that the collective in a fused (M, K) @ (K, N) moves."""
+    return M * (K if op == "all_gather_matmul" else N) * itemsize
 
 
 @dataclass(frozen=True)

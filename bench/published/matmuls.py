@@ -27,7 +27,7 @@ def matmul(row: Row, hardware: Hardware) -> Time:
 
 def product(op: str) -> Callable[[Row, Hardware], Time]:
     """A matmul with a collective: apart, by async-TP, or fused."""
-    collective: Collective = library.COLLECTIVE_OF[op]
+    collective: Collective = protocols.COLLECTIVE_OF[op]
 
     def time(row: Row, hardware: Hardware) -> Time:
         (M,) = row.sizes("M")
@@ -82,7 +82,7 @@ def _product_by_switch(
     """Tiles that go to the switch as they are made: the longer of both, and a wave of tiles."""
     M, N, K = sizes
     matmul = library.matmul_us(hardware, M, N, K, row.element, TRITON_RATE)
-    collective, nbytes = library.COLLECTIVE_OF[op], M * N * max(row.itemsize, 2)
+    collective, nbytes = protocols.COLLECTIVE_OF[op], M * N * max(row.itemsize, 2)
     moved = protocols.switch_us(collective, nbytes, fabric_of(row, hardware), in_graph=True)
     us = max(matmul, moved) + 0.3 * min(matmul, moved) + HOST_US
     return Time("fused", us, "the longer of matmul and switch, and 0.3 of the other",

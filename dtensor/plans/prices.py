@@ -10,21 +10,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.collectives import cost, spanning_group
-from weft.collectives.protocols import Collective, wire_bytes
+from weft.collectives.protocols import COLLECTIVE_OF, Collective, moved_bytes, wire_bytes
 from weft.kernels.engine import engines
 
 FusedOp = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
-# What each fused matmul moves, in the place of which collective, and of which of its arrays.
-COLLECTIVE_OF: dict[str, Collective] = {
-    "all_gather_matmul": "all_gather",
-    "matmul_reduce_scatter": "reduce_scatter",
-    "matmul_all_reduce": "all_reduce",
-}
-
-
-def moved_array(op: FusedOp, M: int, N: int, K: int, dtype: torch.dtype) -> int:
-    """Bytes of the whole array that the collective in a fused op moves."""
-    return M * (K if op == "all_gather_matmul" else N) * dtype.itemsize
 
 
 @runtime_checkable
@@ -109,7 +98,7 @@ class MachinePrices:
         self, op: FusedOp, M: int, N: int, K: int, dtype: torch.dtype, ranks: int
     ) -> float:
         matmul = self.matmul_us(M, N, K, dtype)
-        moved = wire_bytes(COLLECTIVE_OF[op], moved_array(op, M, N, K, dtype), ranks)
+        moved = wire_bytes(COLLECTIVE_OF[op], moved_bytes(op, M, N, K, dtype.itemsize), ranks)
         return matmul + engines.fused_us(moved, self.rates, matmul if self.overlaps else 0.0)
 
 

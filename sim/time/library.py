@@ -21,7 +21,6 @@ from dataclasses import replace
 from typing import Literal
 
 from weft.collectives import protocols
-from weft.collectives.protocols import Collective
 from weft.sim.time.hardware import Hardware
 
 # Tiles that a library's matmul chooses from: rows, columns, and the rate of a core on them relative
@@ -135,12 +134,6 @@ def attention_flops(
     return flops * (0.5 if causal else 1.0) * (2.5 if backward else 1.0)
 
 
-# What each fused matmul has in the place of its other half.
-COLLECTIVE_OF: dict[str, Collective] = {
-    "all_gather_matmul": "all_gather",
-    "matmul_reduce_scatter": "reduce_scatter",
-    "matmul_all_reduce": "all_reduce",
-}
 # What torch's async-TP takes of the host for a chunk, its copy, its barrier and its matmul. [fit]
 _CHUNK_HOST_US = 31.0
 _CHUNK_US = 8.0  # of the GPU, beside the matmul. [fit]
@@ -177,9 +170,9 @@ def unfused_us(
     A matmul of (M, K) @ (K, N) by the library, and the collective on the result or the input in
     half precision: NCCL's, the switch's where there is one, torch's one or two shots; or async-TP.
     """
-    collective = COLLECTIVE_OF[op]
+    collective = protocols.COLLECTIVE_OF[op]
     fabric, matmul = hardware.fabric(ranks), matmul_us(hardware, M, N, K, dtype)
-    nbytes = 2.0 * M * (K if op == "all_gather_matmul" else N)
+    nbytes = protocols.moved_bytes(op, M, N, K, 2)
     ways = {"NCCL": protocols.nccl_us(collective, nbytes, fabric)}
     if fabric.multicast:
         ways["NVLS"] = protocols.switch_us(collective, nbytes, fabric, in_graph=True)

@@ -70,9 +70,9 @@ class ChipPrices:
     def fused_us(
         self, op: FusedOp, M: int, N: int, K: int, dtype: torch.dtype, ranks: int
     ) -> float:
-        moved = M * (K if op == "all_gather_matmul" else N) * dtype.itemsize
+        moved = protocols.moved_bytes(op, M, N, K, dtype.itemsize)
         apart = self.matmul_us(M, N, K, dtype)
-        apart += self.collective_us(library.COLLECTIVE_OF[op], moved, ranks)
+        apart += self.collective_us(protocols.COLLECTIVE_OF[op], moved, ranks)
         if ranks > self.hardware.ranks:
             return apart
         own = fused.fused_us(op, M, N, K, _name_of(dtype), self.hardware, ranks)
