@@ -407,7 +407,33 @@ def launch_exchange(
     """
 
     def launched() -> tuple[torch.Tensor, ...]:
-        _launch_exchange(x, out, ws, send_at, sends, receives, widest, config)
+        size = x.element_size()
+        needed = workspace_bytes(widest * size, ws.world_size, config)
+        check_room(ws, needed, "workspace_bytes(bytes of the largest piece, world_size, config)")
+        receive_at = offsets(receives)
+        # Bytes are copied in the widest words that divide every piece, to 16 bytes at a time.
+        counts = [*send_at, *sends, *receive_at, *receives]
+        counts += [int(x.storage_offset()), int(out.storage_offset())]  # for the views as words
+        align = alignment(size, [x.data_ptr(), out.data_ptr()], counts)
+        word = min(align, 8)
+
+        def words(values: Sequence[int]) -> tuple[int, ...]:
+            return tuple(value * size // word for value in values)
+
+        launching(_exchange_kernel, config.programs)(
+            as_words(out, word),
+            as_words(x, word),
+            Pieces(words(send_at), words(sends)),
+            Pieces(words(receive_at), words(receives)),
+            link_of(ws),
+            _slot_bytes(widest * size) // word,
+            ws.rank,
+            WORLD_SIZE=ws.world_size,
+            BLOCK=config.block_bytes // word,
+            ALIGN=align,
+            SPOILS=has_nan(out.dtype),
+            num_warps=config.num_warps,
+        )
         return ()
 
     operands = _apart(x, out)
@@ -418,45 +444,6 @@ def launch_exchange(
 def _apart(x: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Both, or what they both are."""
     return (x,) if x.data_ptr() == out.data_ptr() else (x, out)
-
-
-def _launch_exchange(
-    x: torch.Tensor,
-    out: torch.Tensor,
-    ws: Workspace,
-    send_at: Sequence[int],
-    sends: Sequence[int],
-    receives: Sequence[int],
-    widest: int,
-    config: CollectiveConfig,
-) -> None:
-    size = x.element_size()
-    needed = workspace_bytes(widest * size, ws.world_size, config)
-    check_room(ws, needed, "workspace_bytes(bytes of the largest piece, world_size, config)")
-    receive_at = offsets(receives)
-    # Bytes are copied in the widest words that divide every piece, to 16 bytes at a time.
-    counts = [*send_at, *sends, *receive_at, *receives]
-    counts += [int(x.storage_offset()), int(out.storage_offset())]  # for the views as words
-    align = alignment(size, [x.data_ptr(), out.data_ptr()], counts)
-    word = min(align, 8)
-
-    def words(values: Sequence[int]) -> tuple[int, ...]:
-        return tuple(value * size // word for value in values)
-
-    launching(_exchange_kernel, config.programs)(
-        as_words(out, word),
-        as_words(x, word),
-        Pieces(words(send_at), words(sends)),
-        Pieces(words(receive_at), words(receives)),
-        link_of(ws),
-        _slot_bytes(widest * size) // word,
-        ws.rank,
-        WORLD_SIZE=ws.world_size,
-        BLOCK=config.block_bytes // word,
-        ALIGN=align,
-        SPOILS=has_nan(out.dtype),
-        num_warps=config.num_warps,
-    )
 
 
 def launch_all_gather(
@@ -489,50 +476,39 @@ def launch_reduce(
     """
 
     def launched() -> tuple[torch.Tensor, ...]:
-        _launch_reduce(x, out, ws, sizes, op, config)
+        W, itemsize = ws.world_size, x.element_size()
+        count = x.numel()
+        if sizes is not None:
+            shares, starts, widest = tuple(sizes), tuple(offsets(sizes)), max(sizes)
+        elif config.two_shot:
+            vector = max(1, 16 // itemsize)
+            share = -(-count // (W * vector)) * vector
+            starts = tuple(min(rank * share, count) for rank in range(W))
+            shares = tuple(min(start + share, count) - start for start in starts)
+            widest = share
+        else:
+            shares, starts, widest = (count,) * W, (0,) * W, count
+        nbytes = (count if sizes is None else widest) * itemsize
+        needed = workspace_bytes(nbytes, W, config)
+        how = "workspace_bytes(bytes, world_size, config), as collective_config counts them"
+        check_room(ws, needed, how)
+        launching(_reduce_kernel, config.programs)(
+            out,
+            x,
+            Pieces(starts, shares),
+            link_of(ws),
+            _slot_bytes(widest * itemsize) // itemsize,
+            ws.rank,
+            WORLD_SIZE=W,
+            BLOCK=config.block_bytes // itemsize,
+            ALIGN=alignment(itemsize, [x.data_ptr(), out.data_ptr()], starts),
+            OP=op,
+            TWO_SHOT=config.two_shot,
+            SPOILS=has_nan(out.dtype),
+            num_warps=config.num_warps,
+        )
         return ()
 
     operands = _apart(x, out)
-    shares = None if sizes is None else (*sizes,)
-    ws.repeat((op, shares, config, layouts_of(operands)), operands, launched)
-
-
-def _launch_reduce(
-    x: torch.Tensor,
-    out: torch.Tensor,
-    ws: Workspace,
-    sizes: Sequence[int] | None,
-    op: str,
-    config: CollectiveConfig,
-) -> None:
-    W, itemsize = ws.world_size, x.element_size()
-    count = x.numel()
-    if sizes is not None:
-        shares, starts, widest = tuple(sizes), tuple(offsets(sizes)), max(sizes)
-    elif config.two_shot:
-        vector = max(1, 16 // itemsize)
-        share = -(-count // (W * vector)) * vector
-        starts = tuple(min(rank * share, count) for rank in range(W))
-        shares = tuple(min(start + share, count) - start for start in starts)
-        widest = share
-    else:
-        shares, starts, widest = (count,) * W, (0,) * W, count
-    nbytes = (count if sizes is None else widest) * itemsize
-    needed = workspace_bytes(nbytes, W, config)
-    how = "workspace_bytes(bytes, world_size, config), as collective_config counts them"
-    check_room(ws, needed, how)
-    launching(_reduce_kernel, config.programs)(
-        out,
-        x,
-        Pieces(starts, shares),
-        link_of(ws),
-        _slot_bytes(widest * itemsize) // itemsize,
-        ws.rank,
-        WORLD_SIZE=W,
-        BLOCK=config.block_bytes // itemsize,
-        ALIGN=alignment(itemsize, [x.data_ptr(), out.data_ptr()], starts),
-        OP=op,
-        TWO_SHOT=config.two_shot,
-        SPOILS=has_nan(out.dtype),
-        num_warps=config.num_warps,
-    )
+    cut = None if sizes is None else (*sizes,)
+    ws.repeat((op, cut, config, layouts_of(operands)), operands, launched)
