@@ -16,7 +16,7 @@ help:  ## show this list
 demo: .venv/.installed  ## train a small Llama on two ranks, beside one process
 	$(BIN)/weft demo
 
-test: .venv/.installed  ## the tests, under 15 minutes on two cores
+test: .venv/.installed  ## the tests, 15 minutes on two cores
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not sweep and not gpu'
 
 test-fast: .venv/.installed  ## some tests of every room, two minutes on two quiet cores

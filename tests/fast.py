@@ -78,4 +78,5 @@ def found(test: str) -> Path:
 if __name__ == "__main__":
     import pytest
 
+    sys.path[0] = str(HERE.parent)  # in tests/, `weft` and `tools` would be the folders of theirs
     sys.exit(pytest.main([*sys.argv[1:], "-m", "not sweep and not gpu", *arguments()]))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -54,6 +56,12 @@ def test_every_room_has_fast_tests():
     assert set(FAST) == names | set(FOLDERS) | {"weft"}, "tests/fast.py"
     for path, _, test in (argument.partition("::") for argument in arguments()):
         assert not test or f"def {test.partition('[')[0]}(" in Path(path).read_text()
+
+
+def test_the_fast_tests_are_found_as_make_calls_them():
+    command = [sys.executable, "tests/fast.py", "-q", "--collect-only"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:]
 
 
 def test_the_reference_has_every_public_name():
