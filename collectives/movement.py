@@ -10,7 +10,8 @@ copied is read straight from the peers' memory where the system allows it (see `
 symmetric memory does not reach, and on GPUs, the process group does it.
 
 Each function works along dim 0 and takes `given`, a tensor for the result, or None for a new one,
-and what else is to be `told` to the other ranks: see `exchange`.
+and what else is to be `told` to the other ranks: see `exchange`. A process group adds half
+precision `as_is`, rounding at every step for half the bytes, only where that is asked for.
 """
 
 from __future__ import annotations
@@ -119,6 +120,7 @@ def scatter(
     *,
     dim: int = 0,
     told: tuple[Hashable, ...] = (),
+    as_is: bool = False,
 ) -> torch.Tensor:
     shape, own = (sizes[group.rank], *x.shape[1:]), offsets(sizes)[group.rank]
     call = call_of(
@@ -126,18 +128,24 @@ def scatter(
         (x.dtype, x.shape, ("sizes", tuple(sizes)), ("dim", dim), *told),
         settings.current_engine(),
     )
-    return _moved(_scatter_into, call, shape, x, group, given, own, sizes, op)
+    return _moved(_scatter_into, call, shape, x, group, given, own, sizes, op, as_is)
 
 
 def _scatter_into(
-    out: torch.Tensor, x: torch.Tensor, group: Group, call: Call, sizes: list[int], op: ReduceOp
+    out: torch.Tensor,
+    x: torch.Tensor,
+    group: Group,
+    call: Call,
+    sizes: list[int],
+    op: ReduceOp,
+    as_is: bool,
 ) -> None:
     row = math.prod(x.shape[1:])
     numels = [size * row for size in sizes]
     nbytes = max(numels) * x.element_size()
     way = _way("reduce_scatter", group, x, nbytes, call)
     if way == "generic":
-        out.copy_(_process_group_scatter(x, group, sizes, op))
+        out.copy_(_process_group_scatter(x, group, sizes, op, as_is))
         return
     if way == "triton":
         with _kernels("reduce_scatter", group, call, x, nbytes) as (kernels, ws, config):
@@ -205,19 +213,24 @@ _ONE_SHOT_BYTES = 32 << 10
 
 @profiled("all_reduce")
 def all_reduce(
-    x: torch.Tensor, group: Group, op: ReduceOp, given: torch.Tensor | None = None
+    x: torch.Tensor,
+    group: Group,
+    op: ReduceOp,
+    given: torch.Tensor | None = None,
+    *,
+    as_is: bool = False,
 ) -> torch.Tensor:
     call = call_of(f"all_reduce({op})", (x.dtype, x.shape), settings.current_engine())
-    return _moved(_all_reduce_into, call, x.shape, x, group, given, 0, op)
+    return _moved(_all_reduce_into, call, x.shape, x, group, given, 0, op, as_is)
 
 
 def _all_reduce_into(
-    out: torch.Tensor, x: torch.Tensor, group: Group, call: Call, op: ReduceOp
+    out: torch.Tensor, x: torch.Tensor, group: Group, call: Call, op: ReduceOp, as_is: bool
 ) -> None:
     nbytes = x.numel() * x.element_size()
     way = _way("all_reduce", group, x, nbytes, call)
     if way == "generic":
-        out.copy_(_process_group_reduce(x, group, op))
+        out.copy_(_process_group_reduce(x, group, op, as_is))
         return
     if way == "triton":
         if op == "sum" and settings.multimem() and _added_by_switch(out, x, group, call):
@@ -586,7 +599,7 @@ def _process_group_gather(parts: Sequence[torch.Tensor], x: torch.Tensor, group:
             part.copy_(shard[: len(part)])
 
 
-def _process_group_reduce(x: torch.Tensor, group: Group, op: ReduceOp) -> torch.Tensor:
+def _process_group_reduce(x: torch.Tensor, group: Group, op: ReduceOp, as_is: bool) -> torch.Tensor:
     if x.is_complex() and op == "product":  # which torch refuses to reduce
         factors = [torch.empty_like(x) for _ in range(group.world_size)]
         dist.all_gather(factors, x, group=group.pg)
@@ -597,7 +610,7 @@ def _process_group_reduce(x: torch.Tensor, group: Group, op: ReduceOp) -> torch.
         dist.all_reduce(total, how, group=group.pg)
         return total
 
-    return _process_group_total(whole, x, group, op)
+    return _process_group_total(whole, x, group, op, as_is)
 
 
 # Named anew in torch 2.13, which warns of the old name.
@@ -605,13 +618,13 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def _process_group_scatter(
-    x: torch.Tensor, group: Group, sizes: list[int], op: ReduceOp
+    x: torch.Tensor, group: Group, sizes: list[int], op: ReduceOp, as_is: bool
 ) -> torch.Tensor:
     longest = max(sizes)
     # Gloo's own reduce-scatter is an all-reduce.
     if not group.on_gpus(x.device) or x.is_complex() or not x.numel():
         start = offsets(sizes)[group.rank]
-        return _process_group_reduce(x, group, op)[start : start + sizes[group.rank]]
+        return _process_group_reduce(x, group, op, as_is)[start : start + sizes[group.rank]]
 
     def chunk(terms: torch.Tensor, how: Any) -> torch.Tensor:
         # Process groups take equal sizes only, so shorter chunks are padded.
@@ -624,7 +637,7 @@ def _process_group_scatter(
         _reduce_scatter(total, terms.contiguous(), how, group=group.pg)
         return total.narrow(0, 0, sizes[group.rank])
 
-    return _process_group_total(chunk, x, group, op)
+    return _process_group_total(chunk, x, group, op, as_is)
 
 
 def _process_group_total(
@@ -632,10 +645,12 @@ def _process_group_total(
     x: torch.Tensor,
     group: Group,
     op: ReduceOp,
+    as_is: bool,
 ) -> torch.Tensor:
     """What `reduced` makes of x by `op` as our engines define it, in the dtype of x."""
     # A process group rounds half-precision sums at every step: add in fp32, as our engines do.
     half = x.dtype in (torch.float16, torch.bfloat16) and op in ("sum", "avg", "product")
+    half &= not as_is
     terms = x.float() if half else x.int() if x.dtype == torch.int16 else x
     out = reduced(terms, _DIST_OPS["sum" if op == "avg" else op])
     if op == "avg":
