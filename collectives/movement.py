@@ -31,6 +31,7 @@ from weft.collectives.memory import direct
 from weft.collectives.memory.exchange import Exchange, agree, exchange
 from weft.collectives.memory.workspace import workspace
 from weft.collectives.profiled import profiled
+from weft.collectives.ranks.bounds import finish
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
 from weft.collectives.ranks.flight import GENERIC, Call, call_of
 from weft.collectives.ranks.group import Group
@@ -323,7 +324,8 @@ def _all_to_all_into(
     nbytes = _UNKNOWN_BYTES if unknown else widest * x.element_size()
     way = _way("all_to_all", group, x, nbytes, call)
     if way == "generic":
-        dist.all_to_all_single(sendable(out), sendable(x), receives, sends, group=group.pg)
+        args = sendable(out), sendable(x), receives, sends
+        by_group(dist.all_to_all_single, group, x.is_cuda, *args)
         return
     if way == "triton":
         with _kernels("all_to_all", group, call, x, nbytes) as (kernels, ws, config):
@@ -391,7 +393,7 @@ def _broadcast_into(out: torch.Tensor, x: torch.Tensor, group: Group, call: Call
     if _way("broadcast", group, x, x.numel() * x.element_size(), call) == "generic":
         if group.rank == src:
             out.copy_(x)
-        dist.broadcast(sendable(out), group.ranks[src], group=group.pg)
+        by_group(dist.broadcast, group, x.is_cuda, sendable(out), group.ranks[src])
         return
     name = f"broadcast from rank {src}"
     if _read_directly(x.numel(), group, x):
@@ -584,6 +586,18 @@ def sendable(x: torch.Tensor) -> torch.Tensor:
     return x.unsqueeze(-1).view(torch.uint8)
 
 
+def by_group(call: Callable[..., Any], group: Group, on_gpu: bool, *args: Any) -> None:
+    """Have the process group make a call of torch.distributed, within our bound.
+
+    On a GPU it is the stream that waits, as long as NCCL does.
+    """
+    if group.virtual or on_gpu:
+        call(*args, group=group.pg)
+    else:
+        op = group.calls.under_way() or call.__name__
+        finish(group, op, call(*args, group=group.pg, async_op=True))
+
+
 def _process_group_gather(parts: Sequence[torch.Tensor], x: torch.Tensor, group: Group) -> None:
     parts, x = [sendable(part) for part in parts], sendable(x)
     # Gloo takes equal sizes only, so shorter shards are padded.
@@ -593,7 +607,7 @@ def _process_group_gather(parts: Sequence[torch.Tensor], x: torch.Tensor, group:
     if not even:
         padded[: len(x)] = x
     received = list(parts) if even else [torch.empty_like(padded) for _ in parts]
-    dist.all_gather(received, padded, group=group.pg)
+    by_group(dist.all_gather, group, x.is_cuda, received, padded)
     if not even:
         for part, shard in zip(parts, received, strict=True):
             part.copy_(shard[: len(part)])
@@ -602,12 +616,12 @@ def _process_group_gather(parts: Sequence[torch.Tensor], x: torch.Tensor, group:
 def _process_group_reduce(x: torch.Tensor, group: Group, op: ReduceOp, as_is: bool) -> torch.Tensor:
     if x.is_complex() and op == "product":  # which torch refuses to reduce
         factors = [torch.empty_like(x) for _ in range(group.world_size)]
-        dist.all_gather(factors, x, group=group.pg)
+        by_group(dist.all_gather, group, x.is_cuda, factors, x)
         return reduce(torch.mul, factors)
 
     def whole(terms: torch.Tensor, how: Any) -> torch.Tensor:
         total = terms.clone() if terms is x else terms
-        dist.all_reduce(total, how, group=group.pg)
+        by_group(dist.all_reduce, group, x.is_cuda, total, how)
         return total
 
     return _process_group_total(whole, x, group, op, as_is)
