@@ -12,6 +12,7 @@ Who gives up looks twice at what the others say. Absent are those who say nothin
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import timedelta
 from typing import Any
@@ -20,7 +21,7 @@ from weft import settings
 from weft.collectives.ranks.group import Group, store_of
 from weft.errors import PeerTimeout, WeftError
 
-_BEAT_S = 1.0
+_BEAT_S, _YIELD_S = 1.0, 2e-3
 _GAVE_UP = "gave up on "
 
 
@@ -92,6 +93,10 @@ def finish(group: Group, op: str, work: Any) -> None:
     """
     bound_s, start, presence = settings.timeout_s(), time.monotonic(), None
     number = group.calls.position
+    # A core yielded to Gloo's threads comes back sooner than from a sleep: 0.4 ms and not 0.6 for a
+    # small sum of two ranks on two cores.
+    while not work.is_completed() and time.monotonic() - start < _YIELD_S:
+        os.sched_yield()
     while True:
         left_s = start + bound_s - time.monotonic()
         try:

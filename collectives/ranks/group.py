@@ -578,7 +578,7 @@ def _describe(pg: dist.ProcessGroup) -> Group:
             readers[peer] = reader
             waits.know(process, reader)
     own = flight.recorder()
-    calls = flight.Calls(name, readers, own)
+    calls = flight.Calls(name, readers, own, rank)
     own.joined(calls.group, ranks, rank)
     if several:
         why = "its ranks are on several hosts (or in containers that do not share processes)"
