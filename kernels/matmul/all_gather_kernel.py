@@ -130,23 +130,35 @@ def ag_gemm_kernel(
             )
         # The first tiles in halves, then the others whole.
         for HALVES in tl.static_range(HALVED, -1, -1):
-            desc, desc2 = half_desc if HALVES else w_desc, half2_desc if HALVES else w2_desc
-            if DESCRIBED:
-                flattened.multiply_tiles(
-                    call, x_desc, desc, desc2, K, program - COPIES, programs, items_of,
-                    begin_tile, finish_described, V.of_halves if HALVES else V,
-                )  # fmt: skip
-            else:
-                tiles_by_pointers(
-                    call, own, weights, desc, desc2, scratch_ptr, program - COPIES, programs,
-                    came, V.of_halves if HALVES else V,
-                )  # fmt: skip
+            _make_tiles(
+                call, own, weights, half_desc if HALVES else w_desc,
+                half2_desc if HALVES else w2_desc, scratch_ptr, program - COPIES, programs, came,
+                HALVES, V,
+            )  # fmt: skip
     if DIRECT or COPIES > 0:
         in_vain = signals.end_call(link.signal_ptrs, rank, generation)
     else:  # by copy engines: the exchange around this kernel ends the call
         in_vain = signals.failed(signals.peer_ptr(link.signal_ptrs, rank, tl.int64))
     if in_vain:
         _spoil(out, gathered, M, Ns, K, V)
+
+
+@triton.jit
+def _make_tiles(
+    call, own, weights, desc, desc2, scratch_ptr, program, programs, came,
+    HALVES: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """Make the tiles of `program`: those in halves, or the others."""
+    VARIANT: tl.constexpr = V.of_halves if HALVES else V
+    if V.described:
+        flattened.multiply_tiles(
+            call, call.x_desc, desc, desc2, call.shards.columns, program, programs, items_of,
+            begin_tile, finish_described, VARIANT,
+        )  # fmt: skip
+    else:
+        tiles_by_pointers(
+            call, own, weights, desc, desc2, scratch_ptr, program, programs, came, VARIANT
+        )
 
 
 @triton.jit
