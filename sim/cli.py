@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from weft.collectives.prices.hardware import PRESETS
 from weft.collectives.ranks import pad
 from weft.sim.errors import SimError
 from weft.sim.run.gpu import run_on_gpu
@@ -20,7 +21,6 @@ from weft.sim.run.runner import run
 from weft.sim.run.world import Programs
 from weft.sim.schedule.schedules import parse
 from weft.sim.time import compiling
-from weft.sim.time.hardware import PRESETS
 from weft.sim.time.timeline import Timeline
 
 _EXAMPLES = """\

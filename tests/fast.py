@@ -19,6 +19,7 @@ FAST = {
     ],
     "collectives/device": ["test_signals.py"],
     "collectives/memory": ["test_workspace.py"],
+    "collectives/prices": ["test_closed_forms.py"],
     "collectives/kernels": ["test_kernel_collectives.py::test_one_and_two_shots"],
     "kernels": ["test_matmul_ops.py::test_misuse_is_an_error_on_every_rank"],
     "kernels/engine": ["test_engines.py"],

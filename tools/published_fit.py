@@ -17,7 +17,7 @@ from weft.bench.published import matmuls, sums
 from weft.bench.published.predict import predict
 from weft.bench.published.rows import SHIPPED, Row, read
 from weft.collectives import protocols
-from weft.sim.time import hardware, library
+from weft.collectives.prices import hardware, library
 
 
 class FittedConstant(NamedTuple):

@@ -22,8 +22,8 @@ from weft.bench.blocks.virtual import call, share_of, timeline_of
 from weft.bench.published.predict import predict
 from weft.bench.published.rows import SHIPPED, op_words, read
 from weft.bench.rows import Result
+from weft.collectives.prices.hardware import PRESETS, named
 from weft.sim import H100, Hardware
-from weft.sim.time.hardware import PRESETS, named
 
 # By the names that the page has for them.
 MODELS = {

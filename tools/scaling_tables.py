@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weft.bench.published.rows import Row
 from weft.bench.report.tables import markdown_lines
-from weft.sim.time import library
-from weft.sim.time.hardware import named
+from weft.collectives.prices import library
+from weft.collectives.prices.hardware import named
 
 if TYPE_CHECKING:
     from tools.scaling_page import EngineTimes

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from weft.bench.published.rows import InexpressibleError, Row
 from weft.bench.published.times import Time, fabric_of, has
 from weft.collectives import protocols
-from weft.sim.time import library
-from weft.sim.time.hardware import Hardware
+from weft.collectives.prices import library
+from weft.collectives.prices.hardware import Hardware
 
 
 @dataclass(frozen=True)

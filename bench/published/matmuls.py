@@ -9,10 +9,10 @@ from weft.bench.published.rows import InexpressibleError, Row, op_words
 from weft.bench.published.sums import collective_us
 from weft.bench.published.times import Time, fabric_of, has, is_library
 from weft.collectives import protocols
+from weft.collectives.prices import library
+from weft.collectives.prices.hardware import Hardware
 from weft.collectives.protocols import HOST_US, Collective
-from weft.sim.time import library
-from weft.sim.time.fused import TRITON_RATE, fused_us
-from weft.sim.time.hardware import Hardware
+from weft.kernels.engine.fused_times import TRITON_RATE, fused_us
 
 
 def matmul(row: Row, hardware: Hardware) -> Time:

@@ -1,7 +1,8 @@
 """What the model says a published figure should be.
 
-    library   what a user has: `weft.sim.time.library` and `weft.collectives.protocols`
-    fused     weft's own kernel, in the place of the one that was measured: `weft.sim.time.fused`
+    library   what a user has: `weft.collectives.prices.library` and `weft.collectives.protocols`
+    fused     weft's own kernel, in the place of the one that was measured, by
+              `weft.kernels.engine.fused_times`
               for matmuls, the protocols' one shot, two shots or switch for collectives
 
 A family of ops has a function; the words of a row's `what` choose among implementations.
@@ -18,7 +19,7 @@ from weft.bench.published.matmuls import beside, layer, matmul, product
 from weft.bench.published.rows import InexpressibleError, Row, hardware_of, op_words
 from weft.bench.published.sums import collective, rms_norm, sum_and_norm
 from weft.bench.published.times import Kind, Time
-from weft.sim.time.hardware import Hardware
+from weft.collectives.prices.hardware import Hardware
 
 
 @dataclass(frozen=True)

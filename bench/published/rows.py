@@ -16,9 +16,9 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from weft.collectives.prices.hardware import PRESETS, Hardware
+from weft.collectives.prices.library import held_to
 from weft.errors import printable
-from weft.sim.time.hardware import PRESETS, Hardware
-from weft.sim.time.library import held_to
 
 COLUMNS = ("source", "gpu", "world", "op", "M", "N", "K", "dtype", "what", "value", "unit", "note")
 SHIPPED = Path(__file__).parent / "published.csv"

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from weft.bench.published.rows import InexpressibleError, Row, bytes_of, op_words
 from weft.bench.published.times import Kind, Time, fabric_of, has, is_library
 from weft.collectives import protocols
+from weft.collectives.prices import library
+from weft.collectives.prices.hardware import Hardware
 from weft.collectives.protocols import HOST_US, Collective, Fabric
-from weft.sim.time import library
-from weft.sim.time.hardware import Hardware
 
 
 def collective(op: Collective) -> Callable[[Row, Hardware], Time]:

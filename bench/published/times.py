@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from weft.bench.published.rows import Row
+from weft.collectives.prices.hardware import Hardware
 from weft.collectives.protocols import Fabric
-from weft.sim.time.hardware import Hardware
 
 Kind = Literal["library", "fused"]
 

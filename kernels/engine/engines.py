@@ -36,6 +36,7 @@ class Problem:
         moved_bytes: bytes that a rank receives.
         refusal: why no fused engine can run the call; empty if one can.
         host_refusal, kernel_refusal: why that engine cannot; empty if it can.
+        wire_dtype: in which partial sums are asked to travel; None: as each engine does by itself.
     """
 
     op: str
@@ -47,6 +48,7 @@ class Problem:
     refusal: str = ""
     host_refusal: str = ""
     kernel_refusal: str = ""
+    wire_dtype: torch.dtype | None = None
 
 
 def too_wide(D: int, widest: int) -> str:
@@ -252,14 +254,17 @@ def _fused(
         how = f"{syncs} of {sync:.3g} us, 1/{share} of a tile's {tile:.3g} us"
         start = Part("first and last tiles", syncs * sync + tile / share, how)
     elif problem.op in _SUMS:
-        # moved_bytes counts fp32; for results in half precision the kernels send 24 bits.
-        narrow = problem.dtype.itemsize < 4
+        # moved_bytes counts fp32; for results in half precision the kernels send 24 bits, unless
+        # they are asked for another dtype, which is counted.
+        narrow, wire = problem.dtype.itemsize < 4, problem.wire_dtype
+        counted = wire.itemsize if wire else 4
         large = problem.M * problem.N * 4 > ONE_SHOT_BYTES
         if problem.op == "matmul_all_reduce" and W > 2 and large:
-            sent = 3 + 2 if narrow else 4 + 4  # bytes of a partial sum, and of the whole one
-            nbytes = nbytes * sent // (4 * W)
+            partial = counted if wire or not narrow else 3
+            sent = partial + (2 if narrow else 4)  # bytes of a partial sum, and of the whole one
+            nbytes = nbytes * sent // (counted * W)
             start = Part("signals of two shots", 4 * sync, f"4 of {sync:.3g} us")
-        elif narrow:
+        elif narrow and wire is None:
             nbytes = nbytes * 3 // 4
     return _moved(rates, nbytes), start
 

@@ -38,13 +38,13 @@ from weft import settings
 from weft.collectives.cost import Machine
 from weft.collectives.memory.symmetric import SymmetricBuffer, Waiter
 from weft.collectives.memory.workspace import forget
+from weft.collectives.prices.hardware import PRESETS
 from weft.collectives.ranks import pad
 from weft.collectives.ranks.group import forget_meshes, here
 from weft.errors import PeerTimeout
 from weft.sim.hooks.host_access import tensors_in
 from weft.sim.run import distributed_hooks
 from weft.sim.run.team import Meeting, Members, OneMemory, Teams, VirtualMemory
-from weft.sim.time.hardware import PRESETS
 
 
 def run_on_gpu(

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from weft.collectives.device import signals
+from weft.collectives.prices.hardware import Hardware, named
 from weft.collectives.ranks import pad
 from weft.collectives.ranks.group import forget_meshes
 from weft.sim.check.recording import Tape
@@ -44,7 +45,6 @@ from weft.sim.schedule.schedules import (
 )
 from weft.sim.time import rotation
 from weft.sim.time.compiling import Launched
-from weft.sim.time.hardware import Hardware, named
 from weft.sim.time.timeline import Timeline
 
 _ALL_RANDOM = 100  # schedules; of more, half are systematic

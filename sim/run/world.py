@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from weft.collectives.memory.workspace import forget
+from weft.collectives.prices.hardware import Hardware
 from weft.collectives.ranks import pad
 from weft.sim.check.races import READ, WRITE, Detector
 from weft.sim.check.recording import HOST, Tape
@@ -32,7 +33,6 @@ from weft.sim.run.launches import Launches
 from weft.sim.run.team import Team, Teams, word_told
 from weft.sim.schedule.scheduler import Scheduler, Strand, local, strand_here
 from weft.sim.time.compiling import Launched, launched
-from weft.sim.time.hardware import Hardware
 from weft.sim.time.rotation import Pads
 from weft.sim.time.trace import Tracer
 

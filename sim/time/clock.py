@@ -20,7 +20,7 @@ from collections.abc import Callable, Generator, Hashable
 from dataclasses import dataclass, field
 from functools import partial
 
-from weft.sim.time.hardware import Hardware
+from weft.collectives.prices.hardware import Hardware
 from weft.sim.time.trace import (
     Beside,
     HostOp,

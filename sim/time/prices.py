@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from weft.collectives import protocols
+from weft.collectives.prices import library
+from weft.collectives.prices.hardware import Hardware, named
 from weft.collectives.protocols import Collective
-from weft.sim.time import fused, library
-from weft.sim.time.hardware import Hardware, named
+from weft.kernels.engine import fused_times
 
 if TYPE_CHECKING:
     from weft.dtensor.plans.prices import FusedOp
@@ -75,7 +76,7 @@ class ChipPrices:
         apart += self.collective_us(protocols.COLLECTIVE_OF[op], moved, ranks)
         if ranks > self.hardware.ranks:
             return apart
-        own = fused.fused_us(op, M, N, K, _name_of(dtype), self.hardware, ranks)
+        own = fused_times.fused_us(op, M, N, K, _name_of(dtype), self.hardware, ranks)
         return min(own, apart)
 
 

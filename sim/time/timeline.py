@@ -10,8 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from weft.collectives.prices.hardware import Hardware, named
 from weft.sim.time.clock import Played, library_matmul_us, play
-from weft.sim.time.hardware import Hardware, named
 from weft.sim.time.trace import HostOp, KernelLaunch, Store, Trace, Work
 
 KINDS = ("arithmetic", "moving", "waiting", "idle")

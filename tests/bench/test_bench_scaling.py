@@ -13,7 +13,7 @@ from weft.bench.problem import Options
 from weft.bench.rows import Case, Result, Timing
 from weft.bench.shapes import Model
 from weft.bench.suites import ops
-from weft.sim.time.hardware import H100
+from weft.collectives.prices.hardware import H100
 
 pytestmark = needs_interpreter
 ROOT = Path(__file__).resolve().parents[2]

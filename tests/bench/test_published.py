@@ -25,9 +25,9 @@ from weft.bench.published.rows import (
     op_words,
     read,
 )
+from weft.collectives.prices.hardware import H100, PRESETS
+from weft.collectives.prices.library import matmul_us
 from weft.collectives.protocols import HOST_US, KERNEL_SHARE, KERNEL_US, SWITCH_SHARE
-from weft.sim.time.hardware import H100, PRESETS
-from weft.sim.time.library import matmul_us
 
 
 def row(**cells: object) -> Row:

@@ -25,9 +25,9 @@ import weft
 from tools import scaling_page
 from weft import settings, sim
 from weft.collectives import Group, cost, resolve
+from weft.collectives.prices.hardware import H100, named
 from weft.dtensor import DTensor, Shard
 from weft.kernels.engine import chips, engines, fp8, kernel_rates
-from weft.sim.time.hardware import H100, named
 
 PAGE_ROWS = Path(__file__).parents[2] / "bench" / "results" / "scaling_page.json"
 

@@ -9,9 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from weft.sim.time import library
-from weft.sim.time.fused import TRITON_RATE, fused_us, sent_bytes
-from weft.sim.time.hardware import A100, B200, B300, H20, H100, H800, MI300X, MI355X, PRESETS
+from weft.collectives.prices import library
+from weft.collectives.prices.hardware import (
+    A100,
+    B200,
+    B300,
+    H20,
+    H100,
+    H800,
+    MI300X,
+    MI355X,
+    PRESETS,
+)
+from weft.kernels.engine.fused_times import TRITON_RATE, fused_us, sent_bytes
 
 KEPT = Path(__file__).resolve().parents[2] / "bench" / "results" / "scaling_page.json"
 

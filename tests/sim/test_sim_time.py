@@ -21,11 +21,11 @@ from needs import needs_interpreter
 
 import weft
 from weft import sim
+from weft.collectives.prices.hardware import H100, H200, MI300X, PRESETS, Hardware, named
 from weft.dtensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from weft.kernels.engine.chips import chip_of, known
 from weft.sim.hooks import timing_hooks
 from weft.sim.time.clock import play
-from weft.sim.time.hardware import H100, H200, MI300X, PRESETS, Hardware, named
 from weft.sim.time.timeline import Timeline
 from weft.sim.time.trace import (
     Beside,

@@ -34,6 +34,7 @@ LEVELS = {
         device
         memory
         cost kernels protocols
+        prices
         movement
         collective_ops
         custom_ops

@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Literal
 
 from weft.collectives import protocols
-from weft.sim.time.hardware import Hardware
+from weft.collectives.prices.hardware import Hardware
 
 # Tiles that a library's matmul chooses from: rows, columns, and the rate of a core on them relative
 # to the largest.

@@ -1,4 +1,4 @@
-"""What virtual time is counted on: a chip, its memory, and the links between chips.
+"""What times are counted on: a chip, its memory, and the links between chips.
 
 Rates are those of the data sheets, dense, in units a second; `sustained` and `link_sustained` say
 how much of them long matmuls and long transfers have been measured to reach. Latencies are
@@ -100,11 +100,9 @@ class Hardware:
 
     def rates(self) -> Machine:
         """What `weft.explain` and the choice of an engine would measure on such chips."""
-        from weft.kernels.engine.chips import known
-
         port = self.link_bandwidth * (self.ranks - 1 if self.topology == "mesh" else 1) / 1e6
         names = {dtype: dtype for dtype in ("bfloat16", "float16", "float32", "float64")}
-        if known(self.chip).fp8:
+        if self.chip != "gfx942":  # which has another float8
             names["float8"] = "float8_e4m3fn"
         flops = {
             f"torch.{names[dtype]}": rate * self.sustained / 1e6

@@ -9,8 +9,8 @@ virtual time: to `docs/scaling.md`'s rows for the H100, which a test compares.
 
 from __future__ import annotations
 
-from weft.sim.time import library
-from weft.sim.time.hardware import Hardware
+from weft.collectives.prices import library
+from weft.collectives.prices.hardware import Hardware
 
 # Rate of Triton's matmuls relative to the library's, over the published pairs of symm-mem-recipes
 # (0.84 to 1.01) [fit], and the guess of `weft.kernels.engine.kernel_rates`.
