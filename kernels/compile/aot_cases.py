@@ -81,7 +81,7 @@ def catching(*modules: ModuleType) -> Iterator[list[Launch]]:
     caught: list[Launch] = []
     with ExitStack() as stack:
         for module in modules:
-            catchers = {
+            catchers: dict[str, Any] = {
                 name: _Catcher(value, caught)
                 for name, value in vars(module).items()
                 if isinstance(value, triton.JITFunction) and name.endswith("_kernel")

@@ -178,9 +178,9 @@ class _Hooks:
         self._barrier = builder.create_barrier
         self._poll = getattr(builder, "create_atomic_poll", None)
 
-    def by_name(self) -> dict[str, Callable[..., Any]]:
+    def by_name(self) -> dict[str, Any]:
         """The hook of each method that this Triton has."""
-        hooks: dict[str, Callable[..., Any]] = {
+        hooks: dict[str, Any] = {
             "create_masked_load": self.masked_load,
             "create_masked_store": self.masked_store,
             "create_atomic_cas": self.atomic_cas,
@@ -338,7 +338,7 @@ def _patched(world: World, quick: bool) -> Iterator[None]:
     everything = types.FunctionType((lambda: 0).__code__, {"tl": tl, "core": tl.core})
     scope = interpreter._patch_lang(everything)
     hooks = _Hooks(world, builder).by_name()
-    places = {f"grid_{name}": _per_thread(grid, name) for name in ("idx", "dim")}
+    places: dict[str, Any] = {f"grid_{name}": _per_thread(grid, name) for name in ("idx", "dim")}
     for name in places:
         vars(builder).pop(name, None)
     with ExitStack() as stack:

@@ -20,7 +20,7 @@ import itertools
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -209,7 +209,7 @@ def installed() -> Iterator[None]:
             # Negative, unlike a thread's: two meshes are equal only if made by the same rank.
             self._thread_id, self._hash = -_local.world.token, None
 
-    hooks: dict[str, Callable[..., Any] | Any] = {
+    hooks: dict[str, Any] = {
         "_world": _Worlds(c10d._world),
         "_new_process_group_helper": new_process_group_helper,
         "_process_group_name": process_group_name,
