@@ -157,7 +157,7 @@ def test_another_process_gets_the_arguments(monkeypatch, given):
 
 
 def test_chips_have_names(monkeypatch):
-    assert set(aot._CHIPS.values()) == set(aot._TARGETS)
+    assert set(aot._CHIPS.values()) == set(aot.TARGETS)
     asked = []
 
     def compile_all(archs, *args, **options):
