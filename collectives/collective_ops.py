@@ -19,7 +19,15 @@ from weft.collectives import movement
 from weft.collectives.memory.exchange import agree, check_call, exchange
 from weft.collectives.movement import ReduceOp
 from weft.collectives.ranks.chunks import chunk_sizes
-from weft.collectives.ranks.group import Group, GroupLike, group_name, is_call_traced, resolve
+from weft.collectives.ranks.flight import call_of
+from weft.collectives.ranks.group import (
+    Group,
+    GroupLike,
+    group_name,
+    is_call_traced,
+    moves_gpu_tensors,
+    resolve,
+)
 from weft.collectives.ranks.reports import check_all
 from weft.errors import MismatchError, PeerTimeout
 
@@ -405,7 +413,9 @@ def barrier(group: GroupLike = None) -> None:
     group = resolve(group)
     check_all()
     if group.why:
-        dist.barrier(group.pg)
+        noted = group.calls.begin(call_of("barrier", ()))
+        movement.by_group(dist.barrier, group, moves_gpu_tensors(group.pg))
+        group.calls.end(noted)
     elif group.world_size > 1:
         waits = exchange(group, 0, "barrier")
         try:

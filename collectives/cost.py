@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -423,7 +424,8 @@ def _measure(group: Group, device: torch.device) -> Machine:
 
     # Threads of asynchronous saves may call collectives of the user's own group meanwhile.
     on_gloo = device.type == "cpu" and bool(backends_of(group.pg) & {"gloo", "undefined"})
-    own = new_group(group.ranks, "gloo") if on_gloo else None
+    bound = timedelta(seconds=settings.timeout_s())
+    own = new_group(group.ranks, "gloo", bound) if on_gloo else None
     pg = own or group.pg
 
     def gather(part: torch.Tensor) -> None:

@@ -10,7 +10,8 @@ copied is read straight from the peers' memory where the system allows it (see `
 symmetric memory does not reach, and on GPUs, the process group does it.
 
 Each function works along dim 0 and takes `given`, a tensor for the result, or None for a new one,
-and what else is to be `told` to the other ranks: see `exchange`.
+and what else is to be `told` to the other ranks: see `exchange`. A process group adds half
+precision `as_is`, rounding at every step for half the bytes, only where that is asked for.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from weft.collectives.memory import direct
 from weft.collectives.memory.exchange import Exchange, agree, exchange
 from weft.collectives.memory.workspace import workspace
 from weft.collectives.profiled import profiled
+from weft.collectives.ranks.bounds import finish
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
 from weft.collectives.ranks.flight import GENERIC, Call, call_of
 from weft.collectives.ranks.group import Group
@@ -119,6 +121,7 @@ def scatter(
     *,
     dim: int = 0,
     told: tuple[Hashable, ...] = (),
+    as_is: bool = False,
 ) -> torch.Tensor:
     shape, own = (sizes[group.rank], *x.shape[1:]), offsets(sizes)[group.rank]
     call = call_of(
@@ -126,18 +129,24 @@ def scatter(
         (x.dtype, x.shape, ("sizes", tuple(sizes)), ("dim", dim), *told),
         settings.current_engine(),
     )
-    return _moved(_scatter_into, call, shape, x, group, given, own, sizes, op)
+    return _moved(_scatter_into, call, shape, x, group, given, own, sizes, op, as_is)
 
 
 def _scatter_into(
-    out: torch.Tensor, x: torch.Tensor, group: Group, call: Call, sizes: list[int], op: ReduceOp
+    out: torch.Tensor,
+    x: torch.Tensor,
+    group: Group,
+    call: Call,
+    sizes: list[int],
+    op: ReduceOp,
+    as_is: bool,
 ) -> None:
     row = math.prod(x.shape[1:])
     numels = [size * row for size in sizes]
     nbytes = max(numels) * x.element_size()
     way = _way("reduce_scatter", group, x, nbytes, call)
     if way == "generic":
-        out.copy_(_process_group_scatter(x, group, sizes, op))
+        out.copy_(_process_group_scatter(x, group, sizes, op, as_is))
         return
     if way == "triton":
         with _kernels("reduce_scatter", group, call, x, nbytes) as (kernels, ws, config):
@@ -205,19 +214,24 @@ _ONE_SHOT_BYTES = 32 << 10
 
 @profiled("all_reduce")
 def all_reduce(
-    x: torch.Tensor, group: Group, op: ReduceOp, given: torch.Tensor | None = None
+    x: torch.Tensor,
+    group: Group,
+    op: ReduceOp,
+    given: torch.Tensor | None = None,
+    *,
+    as_is: bool = False,
 ) -> torch.Tensor:
     call = call_of(f"all_reduce({op})", (x.dtype, x.shape), settings.current_engine())
-    return _moved(_all_reduce_into, call, x.shape, x, group, given, 0, op)
+    return _moved(_all_reduce_into, call, x.shape, x, group, given, 0, op, as_is)
 
 
 def _all_reduce_into(
-    out: torch.Tensor, x: torch.Tensor, group: Group, call: Call, op: ReduceOp
+    out: torch.Tensor, x: torch.Tensor, group: Group, call: Call, op: ReduceOp, as_is: bool
 ) -> None:
     nbytes = x.numel() * x.element_size()
     way = _way("all_reduce", group, x, nbytes, call)
     if way == "generic":
-        out.copy_(_process_group_reduce(x, group, op))
+        out.copy_(_process_group_reduce(x, group, op, as_is))
         return
     if way == "triton":
         if op == "sum" and settings.multimem() and _added_by_switch(out, x, group, call):
@@ -310,7 +324,8 @@ def _all_to_all_into(
     nbytes = _UNKNOWN_BYTES if unknown else widest * x.element_size()
     way = _way("all_to_all", group, x, nbytes, call)
     if way == "generic":
-        dist.all_to_all_single(sendable(out), sendable(x), receives, sends, group=group.pg)
+        args = sendable(out), sendable(x), receives, sends
+        by_group(dist.all_to_all_single, group, x.is_cuda, *args)
         return
     if way == "triton":
         with _kernels("all_to_all", group, call, x, nbytes) as (kernels, ws, config):
@@ -378,7 +393,7 @@ def _broadcast_into(out: torch.Tensor, x: torch.Tensor, group: Group, call: Call
     if _way("broadcast", group, x, x.numel() * x.element_size(), call) == "generic":
         if group.rank == src:
             out.copy_(x)
-        dist.broadcast(sendable(out), group.ranks[src], group=group.pg)
+        by_group(dist.broadcast, group, x.is_cuda, sendable(out), group.ranks[src])
         return
     name = f"broadcast from rank {src}"
     if _read_directly(x.numel(), group, x):
@@ -571,6 +586,18 @@ def sendable(x: torch.Tensor) -> torch.Tensor:
     return x.unsqueeze(-1).view(torch.uint8)
 
 
+def by_group(call: Callable[..., Any], group: Group, on_gpu: bool, *args: Any) -> None:
+    """Have the process group make a call of torch.distributed, within our bound.
+
+    On a GPU it is the stream that waits, as long as NCCL does.
+    """
+    if group.virtual or on_gpu:
+        call(*args, group=group.pg)
+    else:
+        op = group.calls.under_way() or call.__name__
+        finish(group, op, call(*args, group=group.pg, async_op=True))
+
+
 def _process_group_gather(parts: Sequence[torch.Tensor], x: torch.Tensor, group: Group) -> None:
     parts, x = [sendable(part) for part in parts], sendable(x)
     # Gloo takes equal sizes only, so shorter shards are padded.
@@ -580,24 +607,24 @@ def _process_group_gather(parts: Sequence[torch.Tensor], x: torch.Tensor, group:
     if not even:
         padded[: len(x)] = x
     received = list(parts) if even else [torch.empty_like(padded) for _ in parts]
-    dist.all_gather(received, padded, group=group.pg)
+    by_group(dist.all_gather, group, x.is_cuda, received, padded)
     if not even:
         for part, shard in zip(parts, received, strict=True):
             part.copy_(shard[: len(part)])
 
 
-def _process_group_reduce(x: torch.Tensor, group: Group, op: ReduceOp) -> torch.Tensor:
+def _process_group_reduce(x: torch.Tensor, group: Group, op: ReduceOp, as_is: bool) -> torch.Tensor:
     if x.is_complex() and op == "product":  # which torch refuses to reduce
         factors = [torch.empty_like(x) for _ in range(group.world_size)]
-        dist.all_gather(factors, x, group=group.pg)
+        by_group(dist.all_gather, group, x.is_cuda, factors, x)
         return reduce(torch.mul, factors)
 
     def whole(terms: torch.Tensor, how: Any) -> torch.Tensor:
         total = terms.clone() if terms is x else terms
-        dist.all_reduce(total, how, group=group.pg)
+        by_group(dist.all_reduce, group, x.is_cuda, total, how)
         return total
 
-    return _process_group_total(whole, x, group, op)
+    return _process_group_total(whole, x, group, op, as_is)
 
 
 # Named anew in torch 2.13, which warns of the old name.
@@ -605,13 +632,13 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def _process_group_scatter(
-    x: torch.Tensor, group: Group, sizes: list[int], op: ReduceOp
+    x: torch.Tensor, group: Group, sizes: list[int], op: ReduceOp, as_is: bool
 ) -> torch.Tensor:
     longest = max(sizes)
     # Gloo's own reduce-scatter is an all-reduce.
     if not group.on_gpus(x.device) or x.is_complex() or not x.numel():
         start = offsets(sizes)[group.rank]
-        return _process_group_reduce(x, group, op)[start : start + sizes[group.rank]]
+        return _process_group_reduce(x, group, op, as_is)[start : start + sizes[group.rank]]
 
     def chunk(terms: torch.Tensor, how: Any) -> torch.Tensor:
         # Process groups take equal sizes only, so shorter chunks are padded.
@@ -624,7 +651,7 @@ def _process_group_scatter(
         _reduce_scatter(total, terms.contiguous(), how, group=group.pg)
         return total.narrow(0, 0, sizes[group.rank])
 
-    return _process_group_total(chunk, x, group, op)
+    return _process_group_total(chunk, x, group, op, as_is)
 
 
 def _process_group_total(
@@ -632,10 +659,12 @@ def _process_group_total(
     x: torch.Tensor,
     group: Group,
     op: ReduceOp,
+    as_is: bool,
 ) -> torch.Tensor:
     """What `reduced` makes of x by `op` as our engines define it, in the dtype of x."""
     # A process group rounds half-precision sums at every step: add in fp32, as our engines do.
     half = x.dtype in (torch.float16, torch.bfloat16) and op in ("sum", "avg", "product")
+    half &= not as_is
     terms = x.float() if half else x.int() if x.dtype == torch.int16 else x
     out = reduced(terms, _DIST_OPS["sum" if op == "avg" else op])
     if op == "avg":

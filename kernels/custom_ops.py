@@ -198,10 +198,12 @@ def _matmul_reduce_scatter(
     group_name: str,
     scatter_dim: int = 0,
     reduce_op: Any = "sum",
+    wire_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     y = reduce_scatter.matmul_reduce_scatter(
-        x, w, group_name, bias=bias, scatter_dim=scatter_dim, reduce_op=reduce_op
-    )
+        x, w, group_name, bias=bias, scatter_dim=scatter_dim, reduce_op=reduce_op,
+        wire_dtype=wire_dtype,
+    )  # fmt: skip
     return _planes_of(y, scatter_dim)
 
 
@@ -212,6 +214,7 @@ def _matmul_reduce_scatter_fake(
     group_name: str,
     scatter_dim: int = 0,
     reduce_op: str = "sum",
+    wire_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     rank, world_size = world_of(group_name)
     shape = [*x.shape[:-1], w.shape[1]]
@@ -220,7 +223,7 @@ def _matmul_reduce_scatter_fake(
 
 
 def _matmul_reduce_scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, w, _, *ctx.rest = inputs
+    x, w, _, *ctx.rest, _ = inputs
     ctx.save_for_backward(x, w)
 
 
@@ -231,7 +234,7 @@ def _matmul_reduce_scatter_grads(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tens
     computed = _ops.matmul_reduce_scatter_backward(
         x, w, dy, group_name, scatter_dim, reduce_op == "avg", needs
     )
-    return *_spread(computed, needs), None, None, None
+    return *_spread(computed, needs), *[None] * 4
 
 
 def _matmul_reduce_scatter_backward(
@@ -272,18 +275,19 @@ def _matmul_all_reduce(
     bias: torch.Tensor | None,
     group_name: str,
     reduce_op: Any = "sum",
+    wire_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    return all_reduce.matmul_all_reduce(x, w, group_name, bias=bias, reduce_op=reduce_op)
+    return all_reduce.matmul_all_reduce(
+        x, w, group_name, bias=bias, reduce_op=reduce_op, wire_dtype=wire_dtype
+    )
 
 
-def _matmul_all_reduce_fake(
-    x: torch.Tensor, w: torch.Tensor, bias: Any, group_name: str, reduce_op: str = "sum"
-) -> torch.Tensor:
+def _matmul_all_reduce_fake(x: torch.Tensor, w: torch.Tensor, *_: Any) -> torch.Tensor:
     return x.new_empty([*x.shape[:-1], w.shape[1]])
 
 
 def _matmul_all_reduce_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, w, _, group_name, reduce_op = inputs
+    x, w, _, group_name, reduce_op, _ = inputs
     ctx.save_for_backward(x, w)
     ctx.scale = 1 / world_of(group_name)[1] if reduce_op == "avg" else None
 
@@ -295,7 +299,7 @@ def _matmul_all_reduce_grads(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor |
     dx = matmul(scaled, w.t()) if needs_x else None
     dw = matmul(as_rows(x).t(), as_rows(scaled)) if needs_w else None
     db = as_rows(dy).sum(0) if needs_b else None
-    return dx, dw, db, None, None
+    return dx, dw, db, None, None, None
 
 
 def _sum_rms_norm(
@@ -370,7 +374,7 @@ differentiate("all_gather_matmul", _all_gather_matmul_setup, _all_gather_matmul_
 
 define(
     "matmul_reduce_scatter(Tensor x, Tensor w, Tensor? bias, str group_name, "
-    "int scatter_dim=0, str reduce_op='sum') -> Tensor",
+    "int scatter_dim=0, str reduce_op='sum', ScalarType? wire_dtype=None) -> Tensor",
     _matmul_reduce_scatter, _matmul_reduce_scatter_fake,
 )  # fmt: skip
 define(
@@ -383,7 +387,7 @@ differentiate("matmul_reduce_scatter", _matmul_reduce_scatter_setup, _matmul_red
 
 define(
     "matmul_all_reduce(Tensor x, Tensor w, Tensor? bias, str group_name, "
-    "str reduce_op='sum') -> Tensor",
+    "str reduce_op='sum', ScalarType? wire_dtype=None) -> Tensor",
     _matmul_all_reduce, _matmul_all_reduce_fake,
 )  # fmt: skip
 differentiate("matmul_all_reduce", _matmul_all_reduce_setup, _matmul_all_reduce_grads)

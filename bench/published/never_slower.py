@@ -44,6 +44,8 @@ class Comparison:
         M, N, K: one rank's product; of a collective its whole array (M, N), and K = 0.
         best: "triton" or "generic", which `auto` chooses between; "library", by NCCL in half
             precision; or a launch that the kernel does not take: a way to move data, or tiles.
+        narrow_us: what `auto` takes where partial sums travel as in the library, in half precision:
+            `wire_dtype`.
     """
 
     op: str
@@ -57,6 +59,7 @@ class Comparison:
     auto_us: float
     best: str
     best_us: float
+    narrow_us: float
 
     @property
     def ratio(self) -> float:
@@ -85,31 +88,42 @@ def _compared(op: str, chip: str, W: int, model: str, M: int) -> Comparison:
     if op in COLLECTIVES:
         N, K = layer.hidden, 0
         auto, us = collective(op, M * N * 2, hardware, W)
+        narrow = us[auto]
     else:
         share = -(-layer.ffn // W)
         N, K = (share, layer.hidden) if op == "all_gather_matmul" else (layer.hidden, share)
         auto, us = fused(op, M, N, K, hardware, W)
+        narrow = us[auto]
+        if op != "all_gather_matmul":
+            engine, by_half = fused(op, M, N, K, hardware, W, _DTYPE)
+            narrow = by_half[engine]
     best = min(us, key=lambda name: us[name])
-    return Comparison(op, hardware.name, W, model, M, N, K, auto, us[auto], best, us[best])
+    return Comparison(op, hardware.name, W, model, M, N, K, auto, us[auto], best, us[best], narrow)
 
 
 def fused(
-    op: str, M: int, N: int, K: int, hardware: Hardware, W: int
+    op: str,
+    M: int,
+    N: int,
+    K: int,
+    hardware: Hardware,
+    W: int,
+    wire: torch.dtype | None = None,
 ) -> tuple[str, dict[str, float]]:
     """The engine that `auto` takes, and the times of all candidates."""
     sums = op != "all_gather_matmul"
     moved = M * K * 2 * (W - 1) // W if not sums else M * N * 4 * (W - 1)
-    problem = engines.Problem(op, M, N, K, _DTYPE, moved)
+    problem = engines.Problem(op, M, N, K, _DTYPE, moved, wire_dtype=wire)
     regrets = engines.regrets(problem, hardware, W)
     us = {
-        "triton": fused_times.fused_us(op, M, N, K, "bfloat16", hardware, W),
+        "triton": fused_times.fused_time(op, M, N, K, "bfloat16", hardware, W, wire=wire).us,
         "generic": sum(part.us for part in engines.unfused_parts(problem, hardware, W)),
         "library": library.matmul_us(hardware, M, N, K, "bfloat16")
         + protocols.nccl_us(
             COLLECTIVE_OF[op], protocols.moved_bytes(op, M, N, K, 2), hardware.fabric(W)
         ),
     }
-    for way in fused_times.ways(op, W):
+    for way in () if wire else fused_times.ways(op, W):
         us[way] = fused_times.fused_time(op, M, N, K, "bfloat16", hardware, W, way).us
         for tiling in _tiles(hardware.chip):
             name = f"{way}, {tiling.block_m}x{tiling.block_n}"

@@ -58,10 +58,11 @@ def divided(x, BY: tl.constexpr):
 def rounded(x, dtype: tl.constexpr):
     """`x` (fp32) to `dtype`, to nearest even."""
     if _INTERPRETED and dtype == tl.bfloat16:
-        # The interpreter truncates. NaNs keep their upper half, which a carry could turn into inf.
+        # The interpreter truncates. NaNs keep their upper half, which a carry could turn into inf,
+        # and become quiet: their set bits may all be in the lower half.
         bits = x.to(tl.uint32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        nearest = tl.where(x == x, nearest, bits >> 16)
+        nearest = tl.where(x == x, nearest, (bits >> 16) | 0x40)
         result = nearest.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
         result = x.to(dtype)

@@ -4,5 +4,6 @@ Imports nothing of the other rooms. Read `group` (a process group's ranks and ho
 other), `chunks` (how a dim is cut), `peer_access` (what GPUs offer each other), `pad` (the words
 beside every symmetric buffer), `reports` (how a kernel tells the host of a wait that failed),
 `flight` (what every rank has called lately), `flight_files` (and where it is kept), `waits` (ranks
-that wait for each other), `caches` (what is kept for later calls).
+that wait for each other), `bounds` (waits inside of process groups), `caches` (what is kept for
+later calls).
 """

@@ -228,6 +228,7 @@ class Calls:
 
     Attributes:
         group: hash of the group, the same on all of its ranks.
+        position: of the last call of this rank among those of the group.
         last: hash of the last call of this rank.
     """
 
@@ -244,7 +245,7 @@ class Calls:
             own: where to note; without one nothing is.
         """
         self.group, self._readers = _hash(group), dict(readers or {})
-        self._position, self._own = 0, own
+        self.position, self._own = 0, own
         self.last = 0
         self._last = self._around = -1  # the call under way, and the one that it is a part of
 
@@ -252,10 +253,10 @@ class Calls:
         """Note a call of this rank; its number, for `end`. -1: nothing is noted."""
         if self._own is None:
             return -1
-        self._position += 1
+        self.position += 1
         self.last = call.hash
         self._around = self._last
-        self._last = self._own.note(self.group, self._position, call)
+        self._last = self._own.note(self.group, self.position, call)
         return self._last
 
     def runs(self, engine: int, generation: int = 0, stream: int = 0) -> None:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
@@ -169,12 +170,15 @@ class Group:
         within = (("for", caller),) if caller else ()
         noted = self.calls.begin(flight.call_of("set-up", (what, *within)))
         told: list[Any] = [None] * self.world_size
-        _, store = dist.distributed_c10d._world.pg_map.get(self.pg, (None, None))
+        store, mine = store_of(self), (what, value)
         with unwatched(self):  # set-up is no part of the program, nor of a graph that is traced
-            if store is None or self.why:  # the latter: ranks on several hosts do so in each call
-                dist.all_gather_object(told, (what, value), group=self.pg)
+            if store is not None and not self.why:
+                told = [pickle.loads(each) for each in _gather(self, store, mine)]
+            elif store is not None and _CPU in self.pg._device_types:
+                # Ranks on several hosts do so in each call: no store takes that.
+                told = [pickle.loads(each) for each in _gather_by_group(self, what, mine)]
             else:
-                told = [pickle.loads(each) for each in _gather(self, store, (what, value))]
+                dist.all_gather_object(told, mine, group=self.pg)
         self.calls.end(noted)
         for rank, (other, _) in enumerate(told):
             if other != told[0][0]:
@@ -215,6 +219,7 @@ def unwatched(group: Group | None = None) -> AbstractContextManager[None]:
     return nullcontext() if virtual else watched()
 
 
+_CPU = torch.device("cpu")
 _arrivals: Counter[str] = Counter()
 _described: Counter[str] = Counter()
 
@@ -306,6 +311,26 @@ def _absent(group: Group, store: Any, keys: Sequence[str]) -> int:
             blamed = int(said.removeprefix(_GAVE_UP))
             gave_up = peer if blamed == group.rank else blamed
     return gave_up
+
+
+def store_of(group: Group) -> Any:
+    """The store of its process group, through which ranks meet before they know each other."""
+    return dist.distributed_c10d._world.pg_map.get(group.pg, (None, None))[1]
+
+
+def _gather_by_group(group: Group, what: str, value: Any) -> list[bytes]:
+    """What every rank gives, pickled, by two collectives of its process group on the CPU."""
+    from weft.collectives.ranks.bounds import finish
+
+    W, data = group.world_size, torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=_CPU) for _ in range(W)]
+    size = torch.tensor([len(data)], device=_CPU)
+    finish(group, what, dist.all_gather(sizes, size, group=group.pg, async_op=True))
+    longest = max(map(int, sizes))
+    padded = torch.nn.functional.pad(data, (0, longest - len(data)))
+    parts = [torch.empty_like(padded) for _ in range(W)]
+    finish(group, what, dist.all_gather(parts, padded, group=group.pg, async_op=True))
+    return [bytes(part[: int(n)].numpy()) for part, n in zip(parts, sizes, strict=True)]
 
 
 _groups: dict[str, Group] = {}
@@ -546,17 +571,18 @@ def _describe(pg: dist.ProcessGroup) -> Group:
     _described[pg.group_name] += 1
     first = processes[0]  # no other run, whose calls may be kept in the same folder, begins with it
     name = f"{ranks} {pg.group_name} {_described[pg.group_name]} {first.pid} {first.start_time}"
-    if len({process.host for process in processes}) > 1:
-        why = "its ranks are on several hosts (or in containers that do not share processes)"
-        return Group(pg, rank, world_size, ranks, (), why)
+    several = len({process.host for process in processes}) > 1
     readers: dict[int, flight.Reader] = {}
-    for peer, process in enumerate(processes):
+    for peer, process in enumerate(() if several else processes):
         if reader := flight.Reader.of(process.pid, process.calls_fd):
             readers[peer] = reader
             waits.know(process, reader)
     own = flight.recorder()
     calls = flight.Calls(name, readers, own)
     own.joined(calls.group, ranks, rank)
+    if several:
+        why = "its ranks are on several hosts (or in containers that do not share processes)"
+        return Group(pg, rank, world_size, ranks, (), why, calls=calls)
     if moves_gpu_tensors(pg) and (why := why_gpus_do_not_reach(unknown_yet)):
         return Group(pg, rank, world_size, ranks, (), why, calls=calls)
     return Group(pg, rank, world_size, ranks, tuple(processes), calls=calls)
@@ -625,8 +651,10 @@ def ranks_group(ranks: tuple[int, ...]) -> Group:
     return resolve(pg)
 
 
-def new_group(ranks: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
-    """A process group that only its members make.
+def new_group(
+    ranks: tuple[int, ...], backend: str | None = None, timeout: timedelta | None = None
+) -> dist.ProcessGroup:
+    """A process group that only its members make; `timeout` is for its waits.
 
     torch would name it by the number of groups that a process knows, and members that know
     different numbers would wait for each other forever. It gets a name that they agree on.
@@ -637,7 +665,7 @@ def new_group(ranks: tuple[int, ...], backend: str | None = None) -> dist.Proces
         name += f"@{id(here.world)}"
     with patch.object(dist.distributed_c10d, "_process_group_name", lambda *_, **__: name):
         pg: dist.ProcessGroup = dist.new_group(
-            list(ranks), backend=backend, use_local_synchronization=True
+            list(ranks), timeout, backend, use_local_synchronization=True
         )
     return pg
 

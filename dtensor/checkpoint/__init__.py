@@ -29,14 +29,15 @@ import re
 import shutil
 import uuid
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import (
     FileSystemReader,
     FileSystemWriter,
@@ -50,9 +51,12 @@ from torch.distributed.checkpoint.planner import (
     SavePlan,
     SavePlanner,
 )
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from torch.futures import Future as TorchFuture
 
+from weft.collectives.ranks.group import resolve
 from weft.collectives.ranks.reports import check_all
 from weft.dtensor.checkpoint.files import Stored, plain_value
 from weft.dtensor.checkpoint.metadata import (
@@ -64,8 +68,9 @@ from weft.dtensor.checkpoint.metadata import (
     read_metadata,
     verify,
 )
+from weft.dtensor.checkpoint.steps import Steps
 
-__all__ = ["AtomicWriter", "CheckpointError", "load", "save"]
+__all__ = ["AtomicWriter", "CheckpointError", "async_save", "load", "save"]
 
 # Files of data that an `AtomicWriter` has named; torch's are __0_0.distcp, without a token.
 _OURS = re.compile(r"__[0-9a-f]{12}_\d+_\d+" + re.escape(SUFFIX))
@@ -83,13 +88,80 @@ def save(state_dict: Mapping[str, Any], checkpoint_id: str | os.PathLike[str]) -
         CheckpointException: torch's, no `Exception`: a DTensor is Partial, or cannot be written.
             For lack of room it tells how many bytes are wanted and free. What was written is
             deleted, and the checkpoint that was in the folder is as it was.
+        PeerTimeout: ranks have died, or did not come to the save within WEFT_TIMEOUT_S, or to its
+            end so long after this one. The checkpoint in the folder is the older or the new one,
+            whole; what else was written is deleted by the next save.
     """
-    writer = AtomicWriter(checkpoint_id)
+    _save(
+        _plain_state(state_dict), AtomicWriter(checkpoint_id), _next_steps("save of a checkpoint")
+    )
+
+
+_saves: list[Future[None]] = []  # the asynchronous one that is under way
+
+
+def async_save(
+    state_dict: Mapping[str, Any], checkpoint_id: str | os.PathLike[str]
+) -> Future[None]:
+    """`save` in a thread of its own, of copies in the memory of the host. Collective.
+
+    The next save or load waits until this one is over, and so does the end of the program.
+
+    Returns:
+        Its `result()` waits, and raises what `save` would have.
+    """
+    steps = _next_steps("save of a checkpoint")
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    copies: Any = stager.stage(_plain_state(state_dict))
+    stager.close()
+    thread = ThreadPoolExecutor(1, "weft save")
+    _saves.append(thread.submit(_save, copies, AtomicWriter(checkpoint_id), steps))
+    thread.shutdown(wait=False)
+    return _saves[0]
+
+
+def _plain_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.state_dict() if isinstance(value, Stateful) else value
+        for name, value in state_dict.items()
+    }
+
+
+def _next_steps(op: str) -> Steps:
+    """The next ones, once those of an asynchronous save are over."""
+    for done in _saves:
+        done.exception()  # which its owner asks for
+    _saves.clear()
+    return Steps(resolve() if dist.is_initialized() else None, op)
+
+
+def _save(state_dict: dict[str, Any], writer: AtomicWriter, steps: Steps) -> None:
+    planner, first = DefaultSavePlanner(), steps.rank == 0
+    metadata: list[Metadata] = []
+
+    def planned() -> SavePlan:
+        meta = writer.storage_meta()
+        planner.set_up_planner(state_dict, storage_meta=meta, is_coordinator=first)
+        writer.set_up_storage_writer(first)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def all_planned(plans: list[SavePlan]) -> list[SavePlan]:
+        plans, whole = planner.create_global_plan(plans)
+        metadata.append(whole)
+        return writer.prepare_global_plan(plans)
+
+    def finished(results: list[list[WriteResult]]) -> list[None]:
+        writer.finish(metadata[0], results)
+        return [None] * len(results)
+
     try:
-        state_dict_saver.save(dict(state_dict), storage_writer=writer)
+        plan = steps.take("plan", planned, all_planned)
+        write = planner.finish_plan
+        steps.take("write", lambda: writer.write_data(write(plan), planner).wait(), finished)
     except CheckpointException:  # on all ranks, and none writes any more
         writer.discard()
         raise
+    steps.end()
 
 
 def load(
@@ -110,18 +182,37 @@ def load(
             could run code; on every rank, naming the file and the tensors.
         CheckpointException: torch's, no `Exception`: the checkpoint lacks an entry, or has a tensor
             of another shape; it names it for each rank.
+        PeerTimeout: ranks have died, or did not come to the load within WEFT_TIMEOUT_S.
     """
+    steps = _next_steps("load of a checkpoint")
     Stored(checkpoint_id).check(read=False)
     planner = _PlainPlanner() if weights_only else DefaultLoadPlanner()
+    reader, first, into = _CheckedReader(checkpoint_id), steps.rank == 0, _plain_state(state_dict)
+
+    def planned() -> LoadPlan:
+        metadata = reader.read_metadata()
+        planner.set_up_planner(into, metadata, first)
+        reader.set_up_storage_reader(metadata, first)
+        return reader.prepare_local_plan(planner.create_local_plan())
+
+    def all_planned(plans: list[LoadPlan]) -> list[LoadPlan]:
+        return reader.prepare_global_plan(planner.create_global_plan(plans))
+
     try:
-        state_dict_loader.load(
-            state_dict, storage_reader=_CheckedReader(checkpoint_id), planner=planner
-        )
+        plan = steps.take("plan", planned, all_planned)
+        read = planner.finish_plan
+        steps.take("read", lambda: reader.read_data(read(plan), planner).wait(), list)
     except CheckpointException as error:
         for cause, _ in error.failures.values():
             if isinstance(cause, CheckpointError):
                 raise cause from error
         raise
+    steps.end()
+    for name in sorted(into):
+        if isinstance(value := state_dict[name], Stateful):
+            value.load_state_dict(into[name])
+        else:
+            state_dict[name] = into[name]
 
 
 class _CheckedReader(FileSystemReader):
@@ -133,7 +224,7 @@ class _CheckedReader(FileSystemReader):
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
         wanted = {item.storage_index: None for item in plan.items}
         for index in sorted(wanted, key=lambda index: self._at(index)):
             verify(Path(os.fspath(self.path)), self.storage_data[index], index.fqn)
@@ -175,7 +266,7 @@ class AtomicWriter(FileSystemWriter):
             for rank, plan in enumerate(plans)
         ]
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
         """Write this rank's files and sum them, and look once more whether what is in them has been
         computed.
         """

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate
 
 from weft.collectives import Group, agree, spanning_group
-from weft.collectives.ranks.group import forget_meshes, is_traced
+from weft.collectives.movement import by_group
+from weft.collectives.ranks.group import forget_meshes, is_traced, resolve
 from weft.dtensor.layout.boxes import (
     Layout,
     Placements,
@@ -129,5 +130,6 @@ def check_parts(local: torch.Tensor, layout: Layout, requires_grad: bool) -> tor
     for dim, placement in enumerate(layout.placements):
         if isinstance(placement, Replicate):
             pg = layout.mesh.get_group(dim)
-            dist.broadcast(agreed, dist.get_global_rank(pg, 0), group=pg)
+            first = dist.get_global_rank(pg, 0)
+            by_group(dist.broadcast, resolve(pg), agreed.is_cuda, agreed, first)
     return agreed

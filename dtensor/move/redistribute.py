@@ -26,6 +26,7 @@ from weft.collectives import exchange, ranks_group, spanning_group, workspace
 from weft.collectives.memory.exchange import check_call
 from weft.collectives.movement import sendable
 from weft.collectives.profiled import profiled
+from weft.collectives.ranks.bounds import finish
 from weft.collectives.ranks.flight import GENERIC, call_of
 from weft.collectives.ranks.group import Group, is_traced, kept_by_group, resolve
 from weft.collectives.ranks.reports import check_all
@@ -375,7 +376,10 @@ def _all_to_all(
     )
     local = local.clone() if later else local
     yield
-    work.wait()
+    if group.virtual or local.is_cuda:
+        work.wait()  # on a GPU it is the stream that waits
+    else:
+        finish(group, "redistribute", work)
     group.calls.end(noted)
     starts = dict(
         zip(group.ranks, itertools.accumulate([0, *list(receives.values())[:-1]]), strict=True)

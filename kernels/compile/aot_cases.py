@@ -223,6 +223,8 @@ def _reduce_launches(
         ("d(gate and up)", 8192, (_FFN, _FFN)),
         ("down, 128 tokens", 128, (_FFN,)),
         ("down, 8 tokens", 8, (_FFN,)),
+        ("down, 16 bits sent", 8192, (_FFN,)),
+        ("down, 8 tokens, 16 bits sent", 8, (_FFN,)),
     ]
     sums = [
         ("two shots", 8192, _HIDDEN),
@@ -230,6 +232,7 @@ def _reduce_launches(
         ("two shots, 16 tokens", 16, _HIDDEN),
         ("one shot", 4, _HIDDEN),
         ("one shot, narrow", 16, 1024),
+        ("two shots, 16 bits sent", 8192, _HIDDEN),
     ]
     if wide:
         # 496 is not a whole number of steps. Depths that are not multiples of 16 bytes leave rows
@@ -238,6 +241,9 @@ def _reduce_launches(
             scatters += [(f"down, {tokens} tokens", tokens, (depth,)) for depth in (496, _FFN)]
             scatters.append((f"d(qkv), {tokens} tokens", tokens, _QKV))
             sums += [(f"sum of {n}, {tokens} tokens", tokens, n) for n in (1000, 4096, _HIDDEN)]
+
+    def wire(case: str) -> torch.dtype | None:
+        return torch.bfloat16 if "16 bits" in case else None
 
     def row(columns: int) -> torch.Tensor:
         return torch.empty(columns, dtype=out_dtype, device="meta")
@@ -259,6 +265,7 @@ def _reduce_launches(
                 bias=None if gradient else row(_HIDDEN),
                 residual=None if gradient else rows(sizes[0], _HIDDEN),
                 scaling=_scaling(dtype, tokens, (_HIDDEN,)),
+                wire_dtype=wire(case),
             )
         yield case, caught[0]
     for case, tokens, columns in sums:
@@ -270,6 +277,7 @@ def _reduce_launches(
                 bias=row(columns),
                 residual=rows(tokens, columns),
                 scaling=_scaling(dtype, tokens, (columns,)),
+                wire_dtype=wire(case),
             )
         yield case, caught[0]
 

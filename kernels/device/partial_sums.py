@@ -1,11 +1,13 @@
-"""How partial sums travel and are added up: a tile of fp32, or of its upper 24 bits, in a slot.
+"""How partial sums travel and are added up: a tile of fp32, of 24 or of 16 bits, in a slot.
 
 A tile of rank r's x_r @ w_r travels as a block of its own, row after row, into a slot for r. The
 tile's owner adds up the W slots in rank order, in fp32. `summed_tiles` has what kernels do with it.
 
 Partial sums travel in fp32 if the result is fp32. For a result in bf16 or fp16 they are rounded to
 their upper 24 bits: an error of 2^-16, against 2^-8 or 2^-11 of the result's own rounding, for a
-quarter less traffic. Four numbers, a quarter of the row apart, make three words:
+quarter less traffic. A caller may ask for bf16 or fp16 instead, half the traffic: each partial sum
+is then rounded as the result is. Two numbers, half a row apart, make a word, the left one below.
+Of 24 bits, four numbers, a quarter of the row apart, make three words:
 
     word 0   number 3, bits  8-15 | number 0, bits 8-31         NaN stays NaN, infinity infinity;
     word 1   number 3, bits 16-23 | number 1, bits 8-31         numbers from 2^128 (1 - 2^-17) on
@@ -17,16 +19,35 @@ held by one thread: in the layout of tensor cores it has the same columns of eve
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
+from weft.collectives.device.device_math import rounded
 from weft.kernels.device import tiles
 
 
-def row_words(columns: int, out_dtype: torch.dtype) -> int:
-    """Four-byte words that a row of `columns` partial sums takes while it travels."""
-    return columns * 3 // 4 if out_dtype.itemsize == 2 else columns
+@dataclass(frozen=True)
+class Wire:
+    """In what partial sums travel: `bits` of a number, 32, 24 or 16; of 16, whether they are a
+    `bfloat16` or a float16.
+    """
+
+    bits: int
+    bfloat16: bool = False
+
+    def row_words(self, columns: int) -> int:
+        """Four-byte words that a row of `columns` partial sums takes."""
+        return columns * self.bits // 32
+
+
+def wire_of(out_dtype: torch.dtype, wire_dtype: torch.dtype | None = None) -> Wire:
+    """How partial sums of a result of `out_dtype` travel: in `wire_dtype`, if one is asked for."""
+    if wire_dtype is None:
+        return Wire(24 if out_dtype.itemsize == 2 else 32)
+    return Wire(8 * wire_dtype.itemsize, wire_dtype == torch.bfloat16)
 
 
 @triton.jit
@@ -59,10 +80,36 @@ def _unpacked(u, v, w):
 
 
 @triton.jit
-def store_rows(row_ptrs, acc, inside, ROW_WORDS: tl.constexpr):
+def _pair(left, right, BFLOAT16: tl.constexpr):
+    """Two numbers rounded to 16 bits, in one word."""
+    dtype: tl.constexpr = tl.bfloat16 if BFLOAT16 else tl.float16
+    low = rounded(left, dtype).to(tl.uint16, bitcast=True).to(tl.uint32)
+    high = rounded(right, dtype).to(tl.uint16, bitcast=True).to(tl.uint32)
+    return (low | (high << 16)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _parted(word, BFLOAT16: tl.constexpr):
+    """The inverse of `_pair`, in fp32."""
+    bits = word.to(tl.uint32, bitcast=True)
+    if BFLOAT16:
+        left = (bits << 16).to(tl.float32, bitcast=True)
+        right = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+    else:
+        left = (bits & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        right = (bits >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    return left, right
+
+
+@triton.jit
+def store_rows(row_ptrs, acc, inside, WIRE: tl.constexpr):
     """Send rows of partial sums to row_ptrs (ROWS, 1): those `inside` (ROWS, 1), or all if None."""
     COLUMNS: tl.constexpr = acc.shape[1]
-    if ROW_WORDS < COLUMNS:
+    if WIRE.bits == 16:
+        left, right = tiles.halves(acc)
+        ptrs = row_ptrs + tl.arange(0, COLUMNS // 2)[None, :]
+        tl.store(ptrs, _pair(left, right, WIRE.bfloat16), mask=inside)
+    elif WIRE.bits == 24:
         QUARTER: tl.constexpr = COLUMNS // 4
         ptrs = row_ptrs + tl.arange(0, QUARTER)[None, :]
         left, right = tiles.halves(acc)
@@ -83,10 +130,10 @@ def store_rows(row_ptrs, acc, inside, ROW_WORDS: tl.constexpr):
 
 
 @triton.jit
-def store_block(block_ptr, acc, ROW_WORDS: tl.constexpr):
+def store_block(block_ptr, acc, WIRE: tl.constexpr):
     """Send a whole tile of partial sums."""
-    rows = tl.arange(0, acc.shape[0])[:, None] * ROW_WORDS
-    store_rows(block_ptr + rows, acc, None, ROW_WORDS)
+    rows = tl.arange(0, acc.shape[0])[:, None] * (acc.shape[1] * WIRE.bits // 32)
+    store_rows(block_ptr + rows, acc, None, WIRE)
 
 
 @triton.jit
@@ -96,12 +143,21 @@ def sum_of_slots(
     inside,  # (ROWS, 1), whether each row was written; None: all were
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    ROW_WORDS: tl.constexpr,
+    WIRE: tl.constexpr,
     COUNT: tl.constexpr,
 ):
     """Rows of a tile, added up over COUNT slots in order: (ROWS, COLUMNS) fp32."""
-    rows = tl.arange(0, ROWS)[:, None] * ROW_WORDS
-    if ROW_WORDS < COLUMNS:
+    rows = tl.arange(0, ROWS)[:, None] * (COLUMNS * WIRE.bits // 32)
+    if WIRE.bits == 16:
+        offs = rows + tl.arange(0, COLUMNS // 2)[None, :]
+        left, right = _parted(tl.load(part_ptr + offs, mask=inside), WIRE.bfloat16)
+        for slot in tl.static_range(1, COUNT):
+            word = tl.load(part_ptr + slot * slot_stride + offs, mask=inside)
+            next_left, next_right = _parted(word, WIRE.bfloat16)
+            left += next_left
+            right += next_right
+        total = tiles.beside(left, right)
+    elif WIRE.bits == 24:
         offs = rows + tl.arange(0, COLUMNS // 4)[None, :]
         a, b, c, d = _load_packed(part_ptr, offs, inside)
         for slot in tl.static_range(1, COUNT):

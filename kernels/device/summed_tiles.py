@@ -22,6 +22,7 @@ from weft.collectives import Workspace
 from weft.collectives.device import signals
 from weft.kernels.device import partial_sums, splits, tiles
 from weft.kernels.device.operands import contiguous, described, matrix, scales_of
+from weft.kernels.device.partial_sums import Wire, wire_of
 from weft.kernels.engine.chips import Tiling
 from weft.kernels.engine.fp8 import Scaling
 
@@ -45,7 +46,7 @@ class SumConfig:
 
 @dataclass(frozen=True)
 class SumVariant:
-    """What is compiled into a kernel. `row_words`: of a tile's row while it travels."""
+    """What is compiled into a kernel. `row_words`: of a tile's row on the `wire`."""
 
     world_size: int
     tiles: Tiling
@@ -53,6 +54,7 @@ class SumVariant:
     even_k: bool
     x_transposed: bool
     w_transposed: bool
+    wire: Wire
     row_words: int
     reduce_m: int
     split: int
@@ -143,6 +145,7 @@ def collect(
 
     V.reduce_m rows at a time, of which those inside of out are stored.
     """
+    WIRE: tl.constexpr = V.wire
     for part in range(0, V.tiles.block_m, V.reduce_m):
         first_m = start_m + part
         inside = first_m < rows
@@ -156,7 +159,7 @@ def collect(
             total = partial_sums.sum_of_slots(
                 tile_ptr + part * V.row_words, slot_stride,
                 inside_m[:, None] if STRADDLES else None,
-                V.reduce_m, V.tiles.block_n, V.row_words, V.world_size,
+                V.reduce_m, V.tiles.block_n, WIRE, V.world_size,
             )  # fmt: skip
             total = _finished(total, finish, offs_m, inside_m, start_n, N)
             tiles.store_rows(out_ptr, total, offs_m, inside_m, start_n, N, N, 1)
@@ -181,9 +184,9 @@ def tile_count(M: int, N: int, tiling: Tiling) -> int:
     return -(-M // tiling.block_m) * -(-N // tiling.block_n)
 
 
-def slot_bytes(count: int, tiling: Tiling, out_dtype: torch.dtype) -> int:
+def slot_bytes(count: int, tiling: Tiling, wire: Wire) -> int:
     """Of a slot of `count` tiles."""
-    return count * tiling.block_m * partial_sums.row_words(tiling.block_n, out_dtype) * 4
+    return count * tiling.block_m * wire.row_words(tiling.block_n) * 4
 
 
 @dataclass(frozen=True)
@@ -197,6 +200,7 @@ class Products:
         residual: likewise; laid out as the output.
         scale: 1 / W makes an average.
         scaling: of fp8 operands (one term).
+        wire_dtype: in which partial sums travel; None: see `partial_sums`.
     """
 
     xs: Sequence[torch.Tensor]
@@ -205,6 +209,7 @@ class Products:
     residual: torch.Tensor | None
     scale: float
     scaling: Scaling | None
+    wire_dtype: torch.dtype | None = None
 
     def output(self, rows: int) -> torch.Tensor:
         """(rows, N), not yet written."""
@@ -231,6 +236,7 @@ class Products:
             scales_of(scaling.columns[0] if scaling else None),
         )
         finish = Finish(self.scale, contiguous(self.bias), contiguous(self.residual))
+        wire = wire_of(out_dtype, self.wire_dtype)
         variant = SumVariant(
             ws.world_size,
             tiling,
@@ -238,7 +244,8 @@ class Products:
             even_k=all(x.shape[1] % tiling.block_k == 0 for x in xs),
             x_transposed=operands.x_transposed,
             w_transposed=operands.w_transposed,
-            row_words=partial_sums.row_words(tiling.block_n, out_dtype),
+            wire=wire,
+            row_words=wire.row_words(tiling.block_n),
             reduce_m=config.reduce_m,
             split=split,
         )

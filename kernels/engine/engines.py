@@ -40,6 +40,7 @@ class Problem:
         moved_bytes: bytes that a rank receives.
         refusal: why no fused engine can run the call; empty if one can.
         host_refusal, kernel_refusal: why that engine cannot; empty if it can.
+        wire_dtype: in which partial sums are asked to travel; None: as each engine does by itself.
     """
 
     op: str
@@ -51,6 +52,7 @@ class Problem:
     refusal: str = ""
     host_refusal: str = ""
     kernel_refusal: str = ""
+    wire_dtype: torch.dtype | None = None
 
 
 def too_wide(D: int, widest: int) -> str:
@@ -220,11 +222,12 @@ def _on_gpus(
     kernel = Part("matmul", matmul.us / kernel_rates.GUESS, how)
     start = Part("signals", 2 * sync, f"2 of {sync:.3g} us")
     triton_us = max(kernel.us, moved.us) + start.us
+    apart = _by_process_group(problem, rates)
     rule = "the longer of matmul and transfers, then the rest"
     prices: dict[RunnableEngine, Price] = {
         "triton": Price(triton_us, triton_us, (kernel, moved, start), rule),
         "host": _by_copies(matmul, moved, W, sync),
-        "generic": _by_process_group(problem, rates),
+        "generic": replace(apart, score=apart.us),
     }
     if problem.host_refusal:
         del prices["host"]
@@ -256,8 +259,8 @@ def _fused_matmul(
     W, dtype = group.world_size, fused_times.name_of(problem.dtype)
     chip = hardware_of(group, device, rates)
     sizes = problem.op, problem.M, problem.N, problem.K
-    made = fused_times.fused_time(*sizes, dtype, chip, W)
-    nbytes = fused_times.sent_bytes(*sizes, dtype, W)
+    made = fused_times.fused_time(*sizes, dtype, chip, W, wire=problem.wire_dtype)
+    nbytes = fused_times.sent_bytes(*sizes, dtype, W, made.way, problem.wire_dtype)
     rate = f"at {chip.flops[dtype] * chip.sustained / 1e12:.3g} TFLOP/s"
     flop = f"2 x {problem.M} x {problem.N} x {problem.K} flop {rate}"
     parts = (
@@ -283,15 +286,16 @@ def unfused_parts(problem: Problem, chip: Hardware, W: int) -> tuple[Part, ...]:
     M, N, K, op = problem.M, problem.N, problem.K, COLLECTIVE_OF[problem.op]
     size, dtype = problem.dtype.itemsize, fused_times.name_of(problem.dtype)
     summed = op != "all_gather"
-    nbytes = moved_bytes(problem.op, M, N, K, max(size, 4) if summed else size)
+    wire = problem.wire_dtype.itemsize if problem.wire_dtype else max(size, 4)
+    nbytes = moved_bytes(problem.op, M, N, K, wire if summed else size)
     matmul = library.matmul_us(chip, M, N, K, dtype)
     parts = [
         Part("matmul", matmul, f"2 x {M} x {N} x {K} flop by the library"),
         Part("collective", nccl_us(op, nbytes, chip.fabric(W)), f"{op} of {_mib(nbytes)} by NCCL"),
     ]
-    if summed and size < 4:
+    if summed and size < wire:
         rows = M // W if op == "reduce_scatter" else M
-        us = chip.launch_us + library.moved_us(chip, rows * N * (4 + size))
+        us = chip.launch_us + library.moved_us(chip, rows * N * (wire + size))
         parts.append(Part("rounding", us, "a kernel more"))
     return tuple(parts)
 
@@ -305,20 +309,24 @@ def regrets(problem: Problem, chip: Hardware, W: int) -> dict[RunnableEngine, fl
     """The most that each engine takes of the quickest one's time, over sizes of the dim that only a
     rank itself knows: the columns of a weight in a gather, the contraction in a sum.
     """
-    gathers = problem.op == "all_gather_matmul"
-    shared = problem.K if gathers else problem.N
-    return dict(_regrets(replace(problem, **{"N" if gathers else "K": shared}), chip, W))
+    return dict(_regrets(_with_own(problem, 1.0), chip, W))
+
+
+def _with_own(problem: Problem, part: float) -> Problem:
+    """The dim that only a rank knows, relative to the one that all know."""
+    if problem.op == "all_gather_matmul":
+        return replace(problem, N=max(1, round(problem.K * part)))
+    return replace(problem, K=max(1, round(problem.N * part)))
 
 
 @lru_cache(maxsize=4096)
 def _regrets(problem: Problem, chip: Hardware, W: int) -> tuple[tuple[RunnableEngine, float], ...]:
     most: dict[RunnableEngine, float] = {"triton": 0.0, "generic": 0.0}
-    own = "N" if problem.op == "all_gather_matmul" else "K"
     for part in _OWN_SIZES:
-        tried = replace(problem, **{own: max(1, round(getattr(problem, own) * part / W))})
+        tried = _with_own(problem, part / W)
         sizes = tried.op, tried.M, tried.N, tried.K, fused_times.name_of(tried.dtype)
         us: dict[RunnableEngine, float] = {
-            "triton": fused_times.fused_us(*sizes, chip, W),
+            "triton": fused_times.fused_time(*sizes, chip, W, wire=tried.wire_dtype).us,
             "generic": sum(each.us for each in unfused_parts(tried, chip, W)),
         }
         for engine, each in us.items():

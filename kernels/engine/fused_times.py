@@ -98,6 +98,7 @@ def fused_time(
     way: str = "",
     tiling: Tiling | None = None,
     rate: float | None = None,
+    wire: torch.dtype | None = None,
 ) -> FusedTime:
     """As `fused_us`, in another way to move data or other tiles than the kernel would have.
 
@@ -105,6 +106,7 @@ def fused_time(
         way: one of `ways(op, ranks)`.
         rate: of Triton's matmuls, relative to the library's; None: what was measured of such tiles
             on such a chip, else a guess.
+        wire: in which partial sums travel, if not in 24 bits (fp32: in its own).
     """
     chip = _chip(hardware)
     of = _torch(dtype)
@@ -132,7 +134,7 @@ def fused_time(
     dots = 2 * rows * columns * K / core
     tile = max(dots, read / (hardware.core_bandwidth / 1e6)) / split
     full, partial = divmod(count * split, wave)
-    waves = full + (partial > 0)
+    waves: float = full + (partial > 0)
     if way == "copy engines" and columns >= 128 and 0 < 2 * partial <= wave:
         waves = full + 0.5  # in halves of their columns
     touched = of.itemsize * (M * K + K * N) + max(of.itemsize, 2) * M * N
@@ -142,7 +144,7 @@ def fused_time(
         touched / (hardware.hbm_bandwidth / 1e6),
     )
     port = hardware.link_rate(ranks)
-    link = sent_bytes(op, M, N, K, dtype, ranks, way)
+    link = sent_bytes(op, M, N, K, dtype, ranks, way, wire)
     if way == "one shot":
         link *= -(-M // rows) * rows / max(M, 1)  # whole tiles
     link /= port
@@ -160,8 +162,8 @@ def fused_time(
             blocks = sent_bytes(op, M, N, K, dtype, ranks) / _BLOCK / programs
             link = max(link, blocks * (latency + 2 * _BLOCK / (hardware.core_bandwidth / 1e6)))
     elif way == "chunks":
-        tile_bytes = rows * columns * (4 if dtype == "float32" else _PARTIAL)
-        fill = min(count, wave) * tile_bytes * (ranks - 1) / ranks / port
+        sent = link * port / max(M * N, 1)  # bytes of a partial sum, but for what stays
+        fill = min(count, wave) * rows * columns * sent / port
     cost = _WAYS[way]
     us = max(matmul, link) + cost.shorter * min(matmul, link)
     us += cost.tiles * tile + cost.fills * fill
@@ -214,14 +216,24 @@ def _tiling_of(
     return tiling_for(chip, M, N, dtype)
 
 
-def sent_bytes(op: str, M: int, N: int, K: int, dtype: str, ranks: int, way: str = "") -> float:
-    """Through a rank's port."""
-    size = _torch(dtype).itemsize
+def sent_bytes(
+    op: str,
+    M: int,
+    N: int,
+    K: int,
+    dtype: str,
+    ranks: int,
+    way: str = "",
+    wire: torch.dtype | None = None,
+) -> float:
+    """Through a rank's port; `way` and `wire` as in `fused_time`."""
     partial, whole = (4, 4) if dtype == "float32" else (_PARTIAL, _WHOLE)
+    if wire is not None:
+        partial = wire.itemsize
     others = ranks - 1
     small, *_ = ways(op, ranks)
     if op == "all_gather_matmul":
-        return M * K * size * others / ranks
+        return M * K * _torch(dtype).itemsize * others / ranks
     if op == "matmul_reduce_scatter":
         return M * N * partial * others / ranks
     if way == small or (not way and (M * N * 4 <= ONE_SHOT_BYTES or ranks == 2)):

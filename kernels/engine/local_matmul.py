@@ -265,6 +265,19 @@ def check_residual(
         )
 
 
+def check_wire(wire_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
+    """Raise ValueError unless partial sums of a result of `dtype` can travel in `wire_dtype`."""
+    if wire_dtype is not None and (
+        wire_dtype not in (torch.float32, torch.bfloat16, torch.float16)
+        or dtype.itemsize > 4
+        or dtype.is_complex
+    ):
+        raise ValueError(
+            f"wire_dtype must be torch.float32, torch.bfloat16 or torch.float16, for results of at "
+            f"most 32 bits, got {wire_dtype} for a result of {dtype}: None lets the engine choose"
+        )
+
+
 def check_sum(reduce_op: str) -> None:
     """Raise ValueError unless a matmul can be fused with `reduce_op`."""
     if reduce_op not in ("sum", "avg"):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from weft.collectives import Group, all_reduce
+from weft.collectives import Group, all_reduce, movement
 from weft.kernels.engine.local_matmul import SumOp
 
 
@@ -32,14 +32,22 @@ class Spread(torch.autograd.Function):
 
 
 class Summed(torch.autograd.Function):
-    """The sum (or average) of every rank's x, a replicated value."""
+    """The sum (or average) of every rank's x, a replicated value. Sent in `wire_dtype`, if any."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group, reduce_op: SumOp) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        group: Group,
+        reduce_op: SumOp,
+        wire_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
         ctx.group, ctx.scale = group, 1 / group.world_size if reduce_op == "avg" else 1
-        return all_reduce(x, group, reduce_op=reduce_op)
+        if wire_dtype is None:
+            return all_reduce(x, group, reduce_op=reduce_op)
+        return movement.all_reduce(x.to(wire_dtype), group, reduce_op, as_is=True).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         own: torch.Tensor = Spread.apply(grad, ctx.group)
-        return own * ctx.scale, None, None
+        return own * ctx.scale, None, None, None

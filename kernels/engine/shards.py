@@ -169,13 +169,14 @@ def publish_product(
     rows: list[int],
     plus: torch.Tensor | None = None,
     scaling: Scaling | None = None,
+    wire: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, bool]:
-    """Publish to each peer its rows of x @ w (+ plus) in `sum_dtype`.
+    """Publish to each peer its rows of x @ w (+ plus) in `wire`, by default `sum_dtype`.
 
     Returns this rank's own rows, and whether they may be overwritten. There is no `plus` for scaled
     fp8.
     """
-    wire = sum_dtype(x)
+    wire = wire or sum_dtype(x)
     shown = ex.local((x.shape[0], w.shape[1]), wire)
     starts = offsets(rows)
     start, stop = starts[ex.rank], starts[ex.rank] + rows[ex.rank]
@@ -191,6 +192,8 @@ def publish_product(
         return product, torch._C._len_torch_dispatch_stack() == 0
     if scaling is not None:
         product = shown.copy_(scaled_partial(x, w, scaling))
+    elif wire != sum_dtype(x):
+        product = shown.copy_(partial_mm(x, w, plus=plus))
     elif allocates(x, w) and x.dtype == wire:
         product = mm(x, w, plus=plus)
         shown[:start].copy_(product[:start])
@@ -214,15 +217,17 @@ def reduce_rows(
 ) -> torch.Tensor:
     """The sum (or average) of every rank's rows from `start` on (+ bias + residual), as `dtype`.
 
-    Added in rank order and rounded once. `own` are this rank's rows, in `sum_dtype` like the
-    peers'; `overwrite` allows them to be used for the sum.
+    Added in rank order, half precision in fp32, and rounded once. `own` are this rank's rows, of
+    the dtype of the peers'; `overwrite` allows them to be used for the sum.
     """
     ex.wait_all()
-    shape, wire = tuple(own.shape), own.dtype
+    shape, wire, wide = tuple(own.shape), own.dtype, sum_dtype(own)
     offset = start * own.shape[1] * wire.itemsize
     terms = [own if r == ex.rank else ex.peer(r, shape, wire, offset) for r in range(ex.world_size)]
-    into = own if overwrite and ex.rank < 2 else None  # later terms are still needed
-    total = torch.add(terms[0], terms[1], out=into) if len(terms) > 1 else terms[0].clone()
+    # Later terms are still needed.
+    into = own if overwrite and ex.rank < 2 and wire == wide else None
+    first = terms[0].to(wide)
+    total = torch.add(first, terms[1], out=into) if len(terms) > 1 else first.clone()
     for term in terms[2:]:
         total.add_(term)
     if average:

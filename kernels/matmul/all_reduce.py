@@ -54,6 +54,7 @@ def matmul_all_reduce(
     scale_a: torch.Tensor | None = None,
     scale_b: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    wire_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The sum over ranks of torch.matmul(x, w) (+ bias), bitwise the same on every rank.
 
@@ -69,6 +70,9 @@ def matmul_all_reduce(
             scale_a: fp32, () or (1,), or (*batch, 1), one for each row; scale_b: fp32, () or (1,),
             or (1, N), one for each column; each rank has its own. The result has `out_dtype`, by
             default torch.bfloat16.
+        wire_dtype: in which partial sums travel: torch.bfloat16 or torch.float16, as a process
+            group's do, are half the bytes of torch.float32 and round each rank's term. None: the
+            upper 24 bits of fp32 in kernels if the result is half precision, else fp32.
 
     Returns:
         A new tensor (*batch, N), added up in fp32 in rank order. Its gradient must be the same on
@@ -82,7 +86,8 @@ def matmul_all_reduce(
     Example:
         x = [[1.]], w = [[10.]] on rank 0 and [[2.]], [[10.]] on rank 1 give [[30.]] on both.
     """
-    return OP.run(x, w, group, None, bias, residual, reduce_op, scale_a, scale_b, out_dtype)
+    scales = scale_a, scale_b, out_dtype
+    return OP.run(x, w, group, None, bias, residual, reduce_op, wire_dtype, *scales)
 
 
 class _MatmulAllReduce(SumFunction):
@@ -111,15 +116,17 @@ def _gradients(
 def _host_forward(call: SumCall, given: Operands) -> torch.Tensor:
     x, w, bias, residual = given
     group, average, scaling, dtype = call.group, call.average, call.scaling, call.dtype
-    M, N, wire = x.shape[0], w.shape[1], sum_dtype(x)
+    M, N, wire = x.shape[0], w.shape[1], call.wire_dtype or sum_dtype(x)
     op, nbytes = OP.name, M * N * wire.itemsize
     one_shot = group.world_size <= 2 or nbytes <= _ONE_SHOT_BYTES
     with exchange(group, nbytes, op, x.device, channel="host scatter", told=call.told) as ex:
         shown = ex.local((M, N), wire)
         if scaling:
             shown.copy_(scaled_partial(x, w, scaling))
-        else:
+        elif wire == sum_dtype(x):
             partial_mm(x, w, out=shown)
+        else:
+            shown.copy_(partial_mm(x, w))
         ex.signal_all()
         if one_shot:
             y = reduce_rows(ex, shown, 0, dtype, average=average, bias=bias, residual=residual)
@@ -150,13 +157,14 @@ def _triton_forward(call: SumCall, given: Operands) -> torch.Tensor:
     x, w, bias, residual = given
     plan = call.plan
     if plan.room < 0:
-        plan.room = kernel.room_for(x, w, call.group.world_size, call.dtype)
+        plan.room = kernel.room_for(x, w, call.group.world_size, call.dtype, call.wire_dtype)
     ws = workspace(call.group, plan.room, channel="scatter", device=x.device)
 
     def launched() -> list[torch.Tensor]:
         y = kernel.launch_matmul_all_reduce(
-            x, w, ws, bias=bias, residual=residual, scale=call.scale, scaling=call.scaling
-        )
+            x, w, ws, bias=bias, residual=residual, scale=call.scale, scaling=call.scaling,
+            wire_dtype=call.wire_dtype,
+        )  # fmt: skip
         return [y]
 
     with ws.call(OP.name, call.told):

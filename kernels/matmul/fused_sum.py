@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weft import settings
-from weft.collectives import Group, all_gather, reduce_scatter, resolve
+from weft.collectives import Group, all_gather, movement, reduce_scatter, resolve
 from weft.collectives.device.launches import layouts_of
 from weft.collectives.memory.exchange import check_call
 from weft.collectives.profiled import profiler_enabled
@@ -35,6 +35,7 @@ from weft.kernels.engine.local_matmul import (
     check_operands,
     check_residual,
     check_sum,
+    check_wire,
     conjugated,
     finished,
     needs_gradient,
@@ -80,6 +81,7 @@ class SumCall(NamedTuple):
     average: bool
     scaling: Scaling | None
     dtype: torch.dtype  # of the result
+    wire_dtype: torch.dtype | None  # of partial sums while they travel; None: the engine's choice
     told: tuple[Hashable, ...]  # what must be the same on every rank
 
     @property
@@ -141,16 +143,26 @@ class _ScatteredSum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, group: Group, dim: int, op: SumOp, dtype: torch.dtype
+        ctx: Any,
+        x: torch.Tensor,
+        group: Group,
+        dim: int,
+        op: SumOp,
+        dtype: torch.dtype,
+        wire_dtype: torch.dtype | None,
     ) -> torch.Tensor:
         ctx.group, ctx.dim, ctx.op, ctx.dtype, ctx.length = group, dim, op, dtype, x.shape[dim]
-        return reduce_scatter(x, group, dim=dim, reduce_op=op)
+        if wire_dtype is None:
+            return reduce_scatter(x, group, dim=dim, reduce_op=op)
+        front, sizes = x.movedim(dim, 0).to(wire_dtype), chunk_sizes(ctx.length, group.world_size)
+        y = movement.scatter(front, group, sizes, op, dim=dim, as_is=True)
+        return y.movedim(0, dim).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         sizes = chunk_sizes(ctx.length, ctx.group.world_size)
         out = all_gather(grad.to(ctx.dtype), ctx.group, dim=ctx.dim, sizes=sizes)
-        return out / ctx.group.world_size if ctx.op == "avg" else out, None, None, None, None
+        return out / ctx.group.world_size if ctx.op == "avg" else out, *[None] * 5
 
 
 @dataclass(frozen=True)
@@ -179,6 +191,7 @@ class FusedSum:
         bias: torch.Tensor | None,
         residual: torch.Tensor | None,
         reduce_op: SumOp,
+        wire_dtype: torch.dtype | None,
         *scales: Any,
     ) -> torch.Tensor:
         """This rank's part of the sum over ranks of x @ w, + bias + residual.
@@ -193,29 +206,31 @@ class FusedSum:
             refuse_traced(scaling)
             cut = () if dim is None else (dim,)
             op = getattr(torch.ops.weft, self.name)
-            traced: torch.Tensor = op(x, w, bias, group_name(group), *cut, reduce_op)
+            traced: torch.Tensor = op(x, w, bias, group_name(group), *cut, reduce_op, wire_dtype)
             return traced if residual is None else traced + residual
         group = resolve(group)
         operands = ("x", (*x.shape[:-1], "*")), ("w", ("*", *w.shape[1:]))
-        told = reduce_op, x.dtype, *operands, ("dim", dim)
+        told = reduce_op, x.dtype, *operands, ("dim", dim), ("wire_dtype", wire_dtype)
         check_call(group, lambda: call_of(self.name, told).text.decode())
         scales_given = scaling.tensors if scaling else []
         key = (
-            self.name, group, dim, reduce_op, dtype, settings.current_engine(),
+            self.name, group, dim, reduce_op, dtype, wire_dtype, settings.current_engine(),
             *layouts_of((x, w, bias, residual, *scales_given)),
         )  # fmt: skip
 
         def checked() -> SumPlan:
             check_sum(reduce_op)
-            return self._checked(x, w, group, dim, bias, residual, dtype)
+            check_wire(wire_dtype, dtype)
+            return self._checked(x, w, group, dim, bias, residual, dtype, wire_dtype)
 
         plan = _plans.of(key, checked)
         engine, dim, sizes, shape = plan.engine, plan.dim, plan.sizes, plan.shape
         if engine == "generic":
             partial = scaled_partial(x, w, scaling) if scaling else partial_matmul(x, w)
             if dim is None:
-                return finished(Summed.apply(partial, group, reduce_op), bias, residual, dtype)
-            total = _ScatteredSum.apply(partial, group, dim, reduce_op, dtype)
+                total = Summed.apply(partial, group, reduce_op, wire_dtype)
+                return finished(total, bias, residual, dtype)
+            total = _ScatteredSum.apply(partial, group, dim, reduce_op, dtype, wire_dtype)
             if bias is not None:
                 bias = Spread.apply(bias, group)
                 bias = bias.split(sizes)[group.rank] if dim == x.ndim - 1 else bias
@@ -228,7 +243,8 @@ class FusedSum:
         flat = x if x.ndim == 2 and not dim else matrix(x)
         residual = None if residual is None else matrix(residual)
         scaling = scaling and replace(scaling, rows=matrix(scaling.rows))
-        call = SumCall(self, group, plan, reduce_op == "avg", scaling, dtype, told)
+        average = reduce_op == "avg"
+        call = SumCall(self, group, plan, average, scaling, dtype, wire_dtype, told)
         given = Operands(flat, w, bias, residual)
         made: torch.Tensor
         if profiler_enabled() or needs_gradient(given):
@@ -248,6 +264,7 @@ class FusedSum:
         bias: torch.Tensor | None,
         residual: torch.Tensor | None,
         dtype: torch.dtype,
+        wire_dtype: torch.dtype | None,
     ) -> SumPlan:
         """What a call of such operands comes to.
 
@@ -269,19 +286,27 @@ class FusedSum:
             sizes = chunk_sizes(shape[dim], group.world_size)
             shape[dim] = sizes[group.rank]
         check_residual(residual, shape, dtype, x.device)
-        problem = self.problem(x, w, group, dim)
+        problem = self.problem(x, w, group, dim, wire_dtype)
         rows = [problem.M]
         if dim is not None:
             shape.insert(0, shape.pop(dim))
             rows = [size * math.prod(shape[1:-1]) for size in sizes]
         return SumPlan(choose(problem, group, x.device), dim, sizes, rows, shape)
 
-    def problem(self, x: torch.Tensor, w: torch.Tensor, group: Group, dim: int | None) -> Problem:
+    def problem(
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        group: Group,
+        dim: int | None,
+        wire_dtype: torch.dtype | None = None,
+    ) -> Problem:
         """What the choice of engine for a call, or for its gradient, depends on."""
         (K, N), W, M = w.shape, group.world_size, x.shape[:-1].numel()
         moved = M * N * (W - 1) if dim is None else M * N // W * (W - 1)
         why = "the scattered dim is that of the columns" if dim == x.ndim - 1 else ""
-        return Problem(self.name, M, N, K, x.dtype, moved * sum_dtype(x).itemsize, refusal=why)
+        nbytes = moved * (wire_dtype or sum_dtype(x)).itemsize
+        return Problem(self.name, M, N, K, x.dtype, nbytes, why, wire_dtype=wire_dtype)
 
 
 def summed_reference(

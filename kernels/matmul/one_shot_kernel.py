@@ -1,8 +1,7 @@
 """Partial products added up in one step, for few rows: the decode path of two ops.
 
 Legend: W ranks; rank r holds x_r (M, K_r) and w_r (K_r, N); K_r may differ between ranks. Partial
-sums are fp32, rounded once, and travel as fp32 or as its upper 24 bits
-(`weft.kernels.device.partial_sums`).
+sums are fp32, rounded once, and travel as `weft.kernels.device.partial_sums` says.
 
     all-reduce       y (M, N) = scale * sum over r of x_r @ w_r + bias + residual    on all ranks
     reduce-scatter   y_d      = rows offsets[d] .. offsets[d+1] of that              on rank d
@@ -43,6 +42,7 @@ from weft.collectives.device import signals
 from weft.collectives.device.launches import launching
 from weft.collectives.memory.workspace import link_of
 from weft.kernels.device import partial_sums, splits, summed_tiles, tiles
+from weft.kernels.device.partial_sums import Wire
 from weft.kernels.device.summed_tiles import Products, SumConfig, slot_bytes, tile_count
 from weft.kernels.engine.chips import Chip, Tiling, tiling_for
 
@@ -75,11 +75,9 @@ def one_shot_config(
     )
 
 
-def workspace_bytes(
-    M: int, N: int, out_dtype: torch.dtype, world_size: int, config: OneShotConfig
-) -> int:
+def workspace_bytes(M: int, N: int, wire: Wire, world_size: int, config: OneShotConfig) -> int:
     """Symmetric memory that the call needs on each rank."""
-    return world_size * slot_bytes(tile_count(M, N, config.tiling), config.tiling, out_dtype)
+    return world_size * slot_bytes(tile_count(M, N, config.tiling), config.tiling, wire)
 
 
 @triton.jit
@@ -94,7 +92,8 @@ def _send_to_owners(acc, start_m, offs, offsets, link, generation, V: tl.constex
         row_ptrs = tl.where(offs_m >= offsets[owner], half + offs, row_ptrs)
     row_ptrs += tl.arange(0, ROWS) * V.row_words
     inside = (offs_m < offsets[WORLD_SIZE])[:, None]
-    partial_sums.store_rows(row_ptrs[:, None], acc, inside, V.row_words)
+    WIRE: tl.constexpr = V.wire
+    partial_sums.store_rows(row_ptrs[:, None], acc, inside, WIRE)
 
 
 @triton.jit(do_not_specialize=["M", "rank"])
@@ -127,6 +126,7 @@ def _gemm_one_shot_kernel(
     generation = signals.begin_call(link.signal_ptrs, rank)
     WORLD_SIZE: tl.constexpr = V.world_size
     SPLIT: tl.constexpr = V.split
+    WIRE: tl.constexpr = V.wire
     BLOCK: tl.constexpr = V.tiles.block_m * V.row_words
     tiles_m, tiles_n = tiles.cdiv(M, V.tiles.block_m), tiles.cdiv(N, V.tiles.block_n)
     count = tiles_m * tiles_n
@@ -152,7 +152,7 @@ def _gemm_one_shot_kernel(
             else:
                 for step in range(1, WORLD_SIZE + 1):
                     slots = summed_tiles.half_of(link, (rank + step) % WORLD_SIZE, generation)
-                    partial_sums.store_block(slots + offs, acc, V.row_words)
+                    partial_sums.store_block(slots + offs, acc, WIRE)
     begin, rows = 0, M
     if offsets is not None:
         begin = tiles.element(offsets, rank, WORLD_SIZE)

@@ -66,6 +66,7 @@ def matmul_reduce_scatter(
     scale_a: torch.Tensor | None = None,
     scale_b: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    wire_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """This rank's torch.chunk along `scatter_dim` of the sum over ranks of torch.matmul(x, w).
 
@@ -82,6 +83,9 @@ def matmul_reduce_scatter(
             scale_a: fp32, () or (1,), or (*batch, 1), one for each row; scale_b: fp32, () or (1,),
             or (1, N), one for each column; each rank has its own. The result has `out_dtype`, by
             default torch.bfloat16.
+        wire_dtype: in which partial sums travel: torch.bfloat16 or torch.float16, as a process
+            group's do, are half the bytes of torch.float32 and round each rank's term. None: the
+            upper 24 bits of fp32 in kernels if the result is half precision, else fp32.
 
     Returns:
         A new tensor, added up in fp32 in rank order; it may be non-contiguous if `scatter_dim` > 0.
@@ -96,7 +100,8 @@ def matmul_reduce_scatter(
     Example:
         x = [[1.], [2.]] and w = [[10.]] on both of 2 ranks give [[20.]] on rank 0, [[40.]] on 1.
     """
-    return OP.run(x, w, group, scatter_dim, bias, residual, reduce_op, scale_a, scale_b, out_dtype)
+    scales = scale_a, scale_b, out_dtype
+    return OP.run(x, w, group, scatter_dim, bias, residual, reduce_op, wire_dtype, *scales)
 
 
 class ScatterGradient(NamedTuple):
@@ -140,11 +145,12 @@ def run_backward(engine: RunnableEngine, given: ScatterGradient) -> Gradients:
 
 def _host_forward(call: SumCall, given: Operands) -> torch.Tensor:
     x, w, bias, residual = given
-    group, rows, nbytes = call.group, call.rows, x.shape[0] * w.shape[1] * sum_dtype(x).itemsize
+    group, rows, wire = call.group, call.rows, call.wire_dtype or sum_dtype(x)
+    nbytes = x.shape[0] * w.shape[1] * wire.itemsize
     with exchange(
         group, nbytes, OP.name, x.device, channel="host scatter", told=call.told
     ) as ex:  # fmt: skip
-        own, overwrite = shards.publish_product(ex, x, w, rows, scaling=call.scaling)
+        own, overwrite = shards.publish_product(ex, x, w, rows, scaling=call.scaling, wire=wire)
         y = shards.reduce_rows(
             ex, own, offsets(rows)[group.rank], call.dtype, average=call.average, bias=bias,
             residual=residual, overwrite=overwrite,
@@ -192,13 +198,16 @@ def _triton_forward(call: SumCall, given: Operands) -> torch.Tensor:
     x, w, bias, residual = given
     plan = call.plan
     if plan.room < 0:
-        plan.room = kernel.room_for(x, w, call.group.world_size, call.rows, call.dtype)
+        plan.room = kernel.room_for(
+            x, w, call.group.world_size, call.rows, call.dtype, call.wire_dtype
+        )
     ws = workspace(call.group, plan.room, channel="scatter", device=x.device)
 
     def launched() -> list[torch.Tensor]:
         y = kernel.launch_matmul_reduce_scatter(
             [x], [w], ws, call.rows,
             bias=bias, residual=residual, scale=call.scale, scaling=call.scaling,
+            wire_dtype=call.wire_dtype,
         )  # fmt: skip
         return [y]
 

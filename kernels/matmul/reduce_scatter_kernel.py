@@ -3,7 +3,7 @@
 Legend: W ranks; rank r holds x_r (M, K_r) and w_r (K_r, N), or several such pairs (terms); K_r may
 differ between ranks. Rank d owns rows offsets[d] .. offsets[d+1], at most `chunk`; chunks may
 differ in size and be empty. Inputs are bf16, fp16, fp32 or scaled fp8; partial sums are fp32,
-rounded once, and travel as fp32 or as its upper 24 bits (`weft.kernels.device.partial_sums`).
+rounded once, and travel as `weft.kernels.device.partial_sums` says.
 
     y_d (rows of chunk d, N) = scale * sum over r of x_r[chunk d] @ w_r + bias + residual_d
 
@@ -64,6 +64,7 @@ from weft.collectives.device import signals
 from weft.collectives.device.launches import launching
 from weft.collectives.memory.workspace import check_room, link_of
 from weft.kernels.device import partial_sums, summed_tiles, tiles, turns
+from weft.kernels.device.partial_sums import wire_of
 from weft.kernels.device.summed_tiles import Products, SumConfig, slot_bytes, tile_count
 from weft.kernels.engine import tuning
 from weft.kernels.engine.chips import Chip, chip_of, scatters_in_one_shot, tiling_for
@@ -105,21 +106,28 @@ def workspace_bytes(
     out_dtype: torch.dtype,
     world_size: int,
     config: ReduceScatterConfig | one_shot_kernel.OneShotConfig,
+    wire_dtype: torch.dtype | None = None,
 ) -> int:
     """Symmetric memory that the call needs on each rank."""
+    wire = wire_of(out_dtype, wire_dtype)
     if isinstance(config, one_shot_kernel.OneShotConfig):
-        return one_shot_kernel.workspace_bytes(world_size * chunk, N, out_dtype, world_size, config)
+        return one_shot_kernel.workspace_bytes(world_size * chunk, N, wire, world_size, config)
     count = tile_count(chunk, N, config.tiling)
-    return world_size * slot_bytes(count, config.tiling, out_dtype)
+    return world_size * slot_bytes(count, config.tiling, wire)
 
 
 def room_for(
-    x: torch.Tensor, w: torch.Tensor, world_size: int, sizes: Sequence[int], out_dtype: torch.dtype
+    x: torch.Tensor,
+    w: torch.Tensor,
+    world_size: int,
+    sizes: Sequence[int],
+    out_dtype: torch.dtype,
+    wire_dtype: torch.dtype | None = None,
 ) -> int:
     """`workspace_bytes` for x (M, K) @ w (K, N) in chunks of `sizes` rows."""
     chunk, N = max(sizes), w.shape[1]
     config = reduce_scatter_config(chunk, N, x.dtype, world_size, chip_of(x.device))
-    return workspace_bytes(chunk, N, out_dtype, world_size, config)
+    return workspace_bytes(chunk, N, out_dtype, world_size, config, wire_dtype)
 
 
 def workspace_for(
@@ -168,6 +176,7 @@ def _gemm_rs_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     generation = signals.begin_call(link.signal_ptrs, rank)
     WORLD_SIZE: tl.constexpr = V.world_size
+    WIRE: tl.constexpr = V.wire
     BLOCK: tl.constexpr = V.tiles.block_m * V.row_words
     tiles_m, tiles_n = tiles.cdiv(chunk, V.tiles.block_m), tiles.cdiv(N, V.tiles.block_n)
     count = tiles_m * tiles_n
@@ -199,7 +208,7 @@ def _gemm_rs_kernel(
                 if away:
                     turns.wait(link, rank, program, generation, sends, WORLD_SIZE, SENDERS)
                 offs = tl.cast(tile, tl.int64) * BLOCK
-                partial_sums.store_block(slot + offs, acc, V.row_words)
+                partial_sums.store_block(slot + offs, acc, WIRE)
                 if away:
                     sends += 1
                     turns.end(link, rank, program, generation, sends, WORLD_SIZE)
@@ -233,13 +242,14 @@ def launch_matmul_reduce_scatter(
     residual: torch.Tensor | None = None,
     scale: float = 1.0,
     scaling: Scaling | None = None,
+    wire_dtype: torch.dtype | None = None,
     config: ReduceScatterConfig | one_shot_kernel.OneShotConfig | None = None,
 ) -> torch.Tensor:
     """Enqueue this rank's chunk of scale * sum over ranks of (sum_i x_i @ w_i), + bias + residual.
 
     Args:
-        xs, weights, bias, residual, scale, scaling: as in `Products`.
-        ws: room for `workspace_bytes(max(sizes), N, out_dtype, W, config)`.
+        xs, weights, bias, residual, scale, scaling, wire_dtype: as in `Products`.
+        ws: room for `workspace_bytes(max(sizes), N, out_dtype, W, config, wire_dtype)`.
         sizes: rows of every rank's chunk, the same list on all ranks.
         config: the same on all ranks; default `reduce_scatter_config`.
 
@@ -248,10 +258,10 @@ def launch_matmul_reduce_scatter(
     """
     W, chunk, N = ws.world_size, max(sizes), weights[0].shape[1]
     config = config or reduce_scatter_config(chunk, N, xs[0].dtype, W, chip_of(xs[0].device))
-    products = Products(xs, weights, bias, residual, scale, scaling)
+    products = Products(xs, weights, bias, residual, scale, scaling, wire_dtype)
     out = products.output(sizes[ws.rank])
-    needed = workspace_bytes(chunk, N, out.dtype, W, config)
-    check_room(ws, needed, "workspace_bytes(max(sizes), N, out_dtype, world_size, config)")
+    needed = workspace_bytes(chunk, N, out.dtype, W, config, wire_dtype)
+    check_room(ws, needed, "workspace_bytes(max(sizes), N, out_dtype, W, config, wire_dtype)")
     offsets = (0, *accumulate(sizes))
     if isinstance(config, one_shot_kernel.OneShotConfig):
         one_shot_kernel.launch(out, products, ws, offsets, config)

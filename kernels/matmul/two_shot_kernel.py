@@ -1,8 +1,8 @@
 """matmul_all_reduce: the sum over ranks of x @ w, bitwise the same on every rank, in one launch.
 
 Legend: W ranks; rank r holds x_r (M, K_r) and w_r (K_r, N); K_r may differ between ranks. Inputs
-are bf16, fp16, fp32 or scaled fp8; partial sums are fp32, rounded once, and travel as fp32 or as
-its upper 24 bits (`weft.kernels.device.partial_sums`).
+are bf16, fp16, fp32 or scaled fp8; partial sums are fp32, rounded once, and travel as
+`weft.kernels.device.partial_sums` says.
 
     y (M, N) = scale * sum over r, in the order 0, 1, ..., W-1, of x_r @ w_r + bias + residual
 
@@ -47,6 +47,7 @@ from weft.collectives.device import signals
 from weft.collectives.device.launches import launching
 from weft.collectives.memory.workspace import check_room, link_of
 from weft.kernels.device import partial_sums, summed_tiles, tiles
+from weft.kernels.device.partial_sums import wire_of
 from weft.kernels.device.summed_tiles import Products, SumConfig, slot_bytes, tile_count
 from weft.kernels.engine import tuning
 from weft.kernels.engine.chips import (
@@ -99,20 +100,28 @@ def workspace_bytes(
     out_dtype: torch.dtype,
     world_size: int,
     config: TwoShotConfig | one_shot_kernel.OneShotConfig,
+    wire_dtype: torch.dtype | None = None,
 ) -> int:
     """Symmetric memory that the call needs on each rank."""
+    wire = wire_of(out_dtype, wire_dtype)
     if isinstance(config, one_shot_kernel.OneShotConfig):
-        return one_shot_kernel.workspace_bytes(M, N, out_dtype, world_size, config)
+        return one_shot_kernel.workspace_bytes(M, N, wire, world_size, config)
     tiling, count = config.tiling, tile_count(M, N, config.tiling)
     finished = count * tiling.block_m * tiling.block_n * out_dtype.itemsize
-    return world_size * slot_bytes(-(-count // world_size), tiling, out_dtype) + finished
+    return world_size * slot_bytes(-(-count // world_size), tiling, wire) + finished
 
 
-def room_for(x: torch.Tensor, w: torch.Tensor, world_size: int, out_dtype: torch.dtype) -> int:
+def room_for(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    world_size: int,
+    out_dtype: torch.dtype,
+    wire_dtype: torch.dtype | None = None,
+) -> int:
     """`workspace_bytes` for the sum of x (M, K) @ w (K, N)."""
     M, N = x.shape[0], w.shape[1]
     config = all_reduce_config(M, N, x.dtype, world_size, chip_of(x.device))
-    return workspace_bytes(M, N, out_dtype, world_size, config)
+    return workspace_bytes(M, N, out_dtype, world_size, config, wire_dtype)
 
 
 @triton.jit
@@ -158,6 +167,7 @@ def _gemm_two_shot_kernel(
     WORLD_SIZE: tl.constexpr = V.world_size
     BLOCK_M: tl.constexpr = V.tiles.block_m
     BLOCK_N: tl.constexpr = V.tiles.block_n
+    WIRE: tl.constexpr = V.wire
     SENT: tl.constexpr = BLOCK_M * V.row_words
     tiles_m, tiles_n = tiles.cdiv(M, BLOCK_M), tiles.cdiv(N, BLOCK_N)
     count = tiles_m * tiles_n
@@ -174,7 +184,7 @@ def _gemm_two_shot_kernel(
             acc = summed_tiles.product(
                 terms, (x_desc,), (w_desc,), 0, place[0], place[1], M, N, 0, V
             )
-            partial_sums.store_block(slot + tl.cast(j, tl.int64) * SENT, acc, V.row_words)
+            partial_sums.store_block(slot + tl.cast(j, tl.int64) * SENT, acc, WIRE)
     tl.debug_barrier()
     arrived = signals.wait_for_peers(
         link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation, link.timeout_ns
@@ -224,14 +234,15 @@ def launch_matmul_all_reduce(
     residual: torch.Tensor | None = None,
     scale: float = 1.0,
     scaling: Scaling | None = None,
+    wire_dtype: torch.dtype | None = None,
     config: TwoShotConfig | one_shot_kernel.OneShotConfig | None = None,
 ) -> torch.Tensor:
     """Enqueue scale * sum over ranks of x @ w, + bias + residual.
 
     Args:
         x, w: (M, K_r) and (K_r, N), any strides, one dtype. K_r may differ from rank to rank.
-        bias, residual, scale, scaling: as in `Products`; the same on all ranks.
-        ws: room for `workspace_bytes(M, N, out_dtype, W, config)`.
+        bias, residual, scale, scaling, wire_dtype: as in `Products`; the same on all ranks.
+        ws: room for `workspace_bytes(M, N, out_dtype, W, config, wire_dtype)`.
         config: the same on all ranks; default `all_reduce_config`.
 
     Returns:
@@ -239,10 +250,10 @@ def launch_matmul_all_reduce(
     """
     M, N, W = x.shape[0], w.shape[1], ws.world_size
     config = config or all_reduce_config(M, N, x.dtype, W, chip_of(x.device))
-    products = Products([x], [w], bias, residual, scale, scaling)
+    products = Products([x], [w], bias, residual, scale, scaling, wire_dtype)
     out = products.output(M)
-    needed = workspace_bytes(M, N, out.dtype, W, config)
-    check_room(ws, needed, "workspace_bytes(M, N, out_dtype, world_size, config)")
+    needed = workspace_bytes(M, N, out.dtype, W, config, wire_dtype)
+    check_room(ws, needed, "workspace_bytes(M, N, out_dtype, world_size, config, wire_dtype)")
     if isinstance(config, one_shot_kernel.OneShotConfig):
         one_shot_kernel.launch(out, products, ws, None, config)
         return out

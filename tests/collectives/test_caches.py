@@ -40,6 +40,8 @@ STAY = {
     "collectives/ranks/reports: _reports": "open buffers",
     "collectives/ranks/reports: _untold": "errors, until they are raised",
     "collectives/ranks/waits: _known": "processes that this one has met",
+    "dtensor/checkpoint/__init__: _saves": "one save",
+    "dtensor/checkpoint/steps: _over": "a number for each name of a group",
     "dtensor/dispatch/call: rules": "made at import",
     "dtensor/dispatch/call: rules_of_overloads": "made at import",
     "dtensor/dispatch/discovery: asked": "ops that the user names",

@@ -158,6 +158,10 @@ def ways() -> dict[str, dict[str, tuple[Call, Call]]]:
                 lambda: scatter(x(6, 4), x(4, 3)),
                 lambda: scatter(x(6, 4), x(4, 3), reduce_op="avg"),
             ),
+            "wire_dtype": (
+                lambda: scatter(x(6, 4), x(4, 3)),
+                lambda: scatter(x(6, 4), x(4, 3), wire_dtype=torch.bfloat16),
+            ),
         },
         "matmul_all_reduce": {
             "dtype": (
@@ -169,6 +173,10 @@ def ways() -> dict[str, dict[str, tuple[Call, Call]]]:
             "reduce_op": (
                 lambda: reduce(x(6, 4), x(4, 3)),
                 lambda: reduce(x(6, 4), x(4, 3), reduce_op="avg"),
+            ),
+            "wire_dtype": (
+                lambda: reduce(x(6, 4), x(4, 3)),
+                lambda: reduce(x(6, 4), x(4, 3), wire_dtype=torch.bfloat16),
             ),
         },
         "norm": {
@@ -291,7 +299,7 @@ def test_every_way_to_differ() -> None:
         for way, pair in by_way.items()
     ]
     assert not list(filter(None, wrong)), "\n".join(filter(None, wrong))
-    assert len(wrong) == 65  # as docs/reliability.md tells
+    assert len(wrong) == 67  # as docs/reliability.md tells
 
 
 @pytest.mark.ranks(2, 3)

@@ -39,6 +39,7 @@ from ranks_lost import (
     long_stops_in_steady_work,
     short_stops,
 )
+from saves import killed_saves
 from soak import soaks
 from trials import Kind, Skipped
 
@@ -63,6 +64,9 @@ KINDS = [
     Kind("a save on a full disk (8 MiB, in a namespace)",
          "the error tells bytes wanted and free; the folder is as it was, the checkpoint loads, "
          "and the next save that fits works", full_disks, 24),
+    Kind("a rank is killed amid asynchronous saves",
+         "every other rank raises `PeerTimeout` that names it; the last checkpoint that was "
+         "finished, or the next one, loads right", killed_saves, 100),
     Kind("a bit is flipped in any file of a checkpoint", "an error, or the right state",
          flips, 500),
     Kind("metadata of a checkpoint are garbage", "`CheckpointError` that names the folder",

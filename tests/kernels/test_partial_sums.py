@@ -24,24 +24,28 @@ def _there_and_back_kernel(
     slots_ptr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    ROW_WORDS: tl.constexpr,
+    WIRE: tl.constexpr,
     COUNT: tl.constexpr,
 ):
     """out (ROWS, COLUMNS) = the sum of `in` (COUNT, ROWS, COLUMNS), sent and received."""
+    ROW_WORDS: tl.constexpr = COLUMNS * WIRE.bits // 32
     whole = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     for slot in tl.static_range(COUNT):
         x = tl.load(in_ptr + slot * ROWS * COLUMNS + whole)
-        partial_sums.store_block(slots_ptr + slot * ROWS * ROW_WORDS, x, ROW_WORDS)
+        partial_sums.store_block(slots_ptr + slot * ROWS * ROW_WORDS, x, WIRE)
     stride = ROWS * ROW_WORDS
-    total = partial_sums.sum_of_slots(slots_ptr, stride, None, ROWS, COLUMNS, ROW_WORDS, COUNT)
+    total = partial_sums.sum_of_slots(slots_ptr, stride, None, ROWS, COLUMNS, WIRE, COUNT)
     tl.store(out_ptr + whole, total)
 
 
-def there_and_back(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def there_and_back(
+    x: torch.Tensor, dtype: torch.dtype, wire_dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """The sum of x (COUNT, ROWS, COLUMNS) as a result of `dtype` would get it before rounding."""
-    words = partial_sums.row_words(COLUMNS, dtype)
+    wire = partial_sums.wire_of(dtype, wire_dtype)
+    words = wire.row_words(COLUMNS)
     slots, out = torch.full((len(x) * ROWS * words,), torch.nan), torch.empty(ROWS, COLUMNS)
-    _there_and_back_kernel[(1,)](out, x, slots, ROWS, COLUMNS, words, len(x))
+    _there_and_back_kernel[(1,)](out, x, slots, ROWS, COLUMNS, wire, len(x))
     return out
 
 
@@ -86,6 +90,16 @@ def test_of_half_precision_the_upper_24_bits_come_back(dtype: torch.dtype) -> No
     usual = some & (x[0].abs() > torch.finfo(torch.float32).tiny) & want.isfinite()
     error = (back.double() - x[0].double())[usual] / x[0].double()[usual]
     assert 2**-17 < error.abs().max() <= 2**-16  # and it is no coarser, and no finer, than said
+
+
+@needs_interpreter
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16, torch.float32])
+def test_what_was_asked_for_travels(dtype: torch.dtype, wire: torch.dtype) -> None:
+    x = numbers(3)
+    terms = x.to(wire).float()
+    back, want = there_and_back(x, dtype, wire), terms[0] + terms[1] + terms[2]
+    torch.testing.assert_close(back, want, rtol=0, atol=0, equal_nan=True)
 
 
 @needs_interpreter

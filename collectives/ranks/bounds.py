@@ -1,0 +1,109 @@
+"""Waits inside of a process group: bounded as all others are, with an error that names the absent.
+
+A process group waits for its own time-out, half an hour, and names nobody. A rank whose call lasts
+says so once a second, through the store of the group, for which no peer is needed:
+
+    key      the call, the rank
+    value    a number that grows    it is in the call, and runs
+             gave up on 2, 5        it has waited for these in vain
+
+Who gives up looks twice at what the others say. Absent are those who say nothing new.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+from weft import settings
+from weft.collectives.ranks.group import Group, store_of
+from weft.errors import PeerTimeout, WeftError
+
+_BEAT_S = 1.0
+_GAVE_UP = "gave up on "
+
+
+class Presence:
+    """That this rank is in a call, told to the others.
+
+    Args:
+        call: a name that no other call of the group has.
+    """
+
+    def __init__(self, group: Group, call: str) -> None:
+        self._group, self._store, self._told = group, store_of(group), 0
+        self._keys = [f"weft in {call} {rank}" for rank in range(group.world_size)]
+
+    def tell(self) -> None:
+        """This rank is in the call still."""
+        self._told += 1
+        self._store.set(self._keys[self._group.rank], str(self._told))
+
+    def end(self) -> None:
+        """This rank has got through the call."""
+        if self._told:
+            self._store.delete_key(self._keys[self._group.rank])
+
+    def absent(self) -> list[int]:
+        """The ranks that are not in the call, or do not run. Takes two seconds and more."""
+        self.tell()
+        before = self._said()
+        for _ in range(2):  # others may come to the end of their bound meanwhile, and look as well
+            time.sleep(1.2 * _BEAT_S)
+            self.tell()
+        now = self._said()
+        gave_up = {peer for peer, said in now.items() if said.startswith(_GAVE_UP)}
+        absent = {peer for peer in set(now) - gave_up if now[peer] == before[peer]}
+        for peer in gave_up:
+            absent |= {int(each) for each in now[peer].removeprefix(_GAVE_UP).split(",")}
+        absent = absent - {self._group.rank} or gave_up
+        if absent:
+            told = _GAVE_UP + ",".join(map(str, sorted(absent)))
+            self._store.set(self._keys[self._group.rank], told)
+        return sorted(absent)
+
+    def _said(self) -> dict[int, str]:
+        return {
+            peer: self._store.get(key).decode() if self._store.check([key]) else ""
+            for peer, key in enumerate(self._keys)
+            if peer != self._group.rank
+        }
+
+    def failed(self, op: str, number: int, waited_s: float, why: object) -> WeftError:
+        """The error of a call that did not come to its end."""
+        processes = self._group.processes
+        dead = [peer for peer, process in enumerate(processes) if not process.alive()]
+        if absent := dead or self.absent():
+            rank, history = self._group.rank, self._group.calls.history()
+            return PeerTimeout(rank, absent[0], op, number, waited_s, history, absent)
+        return WeftError(
+            f"{op}: not done after {waited_s:.3g} s ({why}), and all ranks are at work on it. "
+            f"Raise WEFT_TIMEOUT_S if it takes longer"
+        )
+
+
+def finish(group: Group, op: str, work: Any) -> None:
+    """Wait on the host for `work`, which a process group does for all of its ranks.
+
+    Raises:
+        PeerTimeout: it did not end in time, or a rank has died.
+        WeftError: the process group has failed, though all ranks are there.
+    """
+    bound_s, start, presence = settings.timeout_s(), time.monotonic(), None
+    number = group.calls.position
+    while True:
+        left_s = start + bound_s - time.monotonic()
+        try:
+            work.wait(timedelta(seconds=min(_BEAT_S, max(left_s, 0.001))))
+            break
+        except RuntimeError as error:
+            waited_s = time.monotonic() - start
+            if presence is None:
+                presence = Presence(group, f"{number} {group.calls.last}")
+            running = all(process.alive() for process in group.processes)
+            if work.is_completed() or waited_s > bound_s or not running:
+                raise presence.failed(op, number, waited_s, error) from error
+            presence.tell()
+    if presence is not None:
+        presence.end()
