@@ -37,7 +37,7 @@ _DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True)
-class Comparison:
+class AutoChoice:
     """One problem: what `auto` runs, and the best of all candidates. Times in us.
 
     Attributes:
@@ -73,7 +73,7 @@ def compared(
     ranks: Sequence[int] = RANKS,
     models: Sequence[str] = MODELS,
     rows: Sequence[int] = ROWS,
-) -> Iterator[Comparison]:
+) -> Iterator[AutoChoice]:
     """Every problem of the grid."""
     for op in ops:
         for chip in chips:
@@ -83,7 +83,7 @@ def compared(
                         yield _compared(op, chip, W, model, M)
 
 
-def _compared(op: str, chip: str, W: int, model: str, M: int) -> Comparison:
+def _compared(op: str, chip: str, W: int, model: str, M: int) -> AutoChoice:
     layer, hardware = shapes.MODELS[model], named(chip)
     if op in COLLECTIVES:
         N, K = layer.hidden, 0
@@ -98,7 +98,7 @@ def _compared(op: str, chip: str, W: int, model: str, M: int) -> Comparison:
             engine, by_half = fused(op, M, N, K, hardware, W, _DTYPE)
             narrow = by_half[engine]
     best = min(us, key=lambda name: us[name])
-    return Comparison(op, hardware.name, W, model, M, N, K, auto, us[auto], best, us[best], narrow)
+    return AutoChoice(op, hardware.name, W, model, M, N, K, auto, us[auto], best, us[best], narrow)
 
 
 def fused(
@@ -191,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def summary(found: Sequence[Comparison], limit: float = 1.05) -> list[str]:
+def summary(found: Sequence[AutoChoice], limit: float = 1.05) -> list[str]:
     """A line for each op and chip, as Markdown."""
     lines = []
     for op, chip in dict.fromkeys((each.op, each.chip) for each in found):
@@ -208,6 +208,6 @@ def summary(found: Sequence[Comparison], limit: float = 1.05) -> list[str]:
     return list(markdown_lines(names, lines))
 
 
-def _kind(each: Comparison) -> str:
+def _kind(each: AutoChoice) -> str:
     engine = each.best in ("library", "generic", "triton")
     return each.best if engine else "tiles" if "," in each.best else "launch"

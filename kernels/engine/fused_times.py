@@ -4,7 +4,7 @@
 
 of the matmul's tiles in whole waves and the bytes on a link. The constants are those of a way to
 launch (`_WAYS`), not of a chip or a shape, and fitted to virtual time on 8 H100, `docs/scaling.md`;
-`tests/kernels/test_fused_times.py` holds them against rows that were not fitted on.
+`tests/sim/test_closed_forms.py` holds them against these, and against other ranks and chips.
 """
 
 from __future__ import annotations
