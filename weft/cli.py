@@ -42,7 +42,6 @@ _COMMANDS = {
 # have them. weft itself is on no index, so that `pip install weft[bench]` would find nothing.
 EXTRAS = {
     "matplotlib": "matplotlib",
-    "pytest_benchmark": "pytest-benchmark",
     "rich": "rich",
     "yaml": "pyyaml",
 }
