@@ -63,7 +63,7 @@ docs: .venv/.docs  ## the site, into out/docs; a link that leads nowhere is an e
 	PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # A GPU machine's own torch, if it is complete, knows its drivers best, and needs no network.
-# Without rich it has no bars and no report: nothing that is needed here.
+# Without rich and pytest-benchmark it has no bars and no report: nothing that is needed here.
 OWN_TORCH := import torch, triton, numpy; 1 / torch.cuda.is_available()
 
 gpu:  ## proofs and figures on GPUs, in slices: ARGS="--minutes 9 --out DIR", then --resume DIR
@@ -77,4 +77,4 @@ faults: .venv/.installed  ## docs/reliability.md: ranks killed and stopped, disk
 	$(BIN)/python tests/faults/campaign.py --page docs/reliability.md $(ARGS)
 
 clean:  ## remove what the other targets made
-	rm -rf .venv out build dist *.egg-info .mypy_cache .ruff_cache
+	rm -rf .venv out build dist *.egg-info .mypy_cache .ruff_cache .benchmarks

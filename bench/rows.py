@@ -17,6 +17,7 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,6 +67,18 @@ class Timing:
         """(90th - 10th percentile) / median of the rounds."""
         low, high = self.middle
         return (high - low) / statistics.median(self.rounds_us)
+
+    @cached_property
+    def statistics(self) -> dict[str, Any]:
+        """pytest-benchmark's statistics of the rounds, in us; empty where it is not installed."""
+        try:
+            from pytest_benchmark.stats import Stats
+        except ModuleNotFoundError:
+            return {}
+        stats = Stats()
+        for us in self.rounds_us:
+            stats.update(us)
+        return dict(stats.as_dict())
 
 
 @dataclass(frozen=True)
@@ -196,6 +209,7 @@ class Case:
                 "spread": timing.spread,
                 "fraction": self.fraction(name),
                 "exposed_us": self.exposed_us(name),
+                "statistics": timing.statistics,
             }
         for name, us in self.parts_us.items():
             value["bounds"][name]["us"] = us

@@ -432,10 +432,8 @@ def main(argv: Sequence[str] | None = None, begun: float | None = None) -> int:
         lambda step, case: case in wanted[step], bool(args.case),
     )  # fmt: skip
     log(f"make gpu: {shlex.join(sys.argv[1:] if argv is None else argv)}: results in {folder}")
-    try:
-        importlib.import_module("rich")
-    except ModuleNotFoundError:
-        log("without rich: no bars; else the same")
+    if missing := [name for name in ("pytest_benchmark", "rich") if not _is_there(name)]:
+        log(f"without {' and '.join(missing)}: no bars, no statistics of rounds; else the same")
     try:
         this.go(steps)
     except KeyboardInterrupt:
@@ -468,6 +466,14 @@ def _chosen(names: Sequence[str] | None, cases: dict[str, list[str]]) -> dict[st
         step: [case for case in each if any(name in case for name in names)]
         for step, each in cases.items()
     }
+
+
+def _is_there(module: str) -> bool:
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError:
+        return False
+    return True
 
 
 def _started() -> float:

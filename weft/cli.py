@@ -42,6 +42,7 @@ _COMMANDS = {
 # have them. weft itself is on no index, so that `pip install weft[bench]` would find nothing.
 EXTRAS = {
     "matplotlib": "matplotlib",
+    "pytest_benchmark": "pytest-benchmark",
     "rich": "rich",
     "yaml": "pyyaml",
 }

@@ -5,13 +5,18 @@ SUITE.csv         a row a case and variant
 SUITE.md          the table
 SUITE-*.png       the plots
 index.html        the report over every suite whose JSON is in the folder
+history/          the same runs as pytest-benchmark keeps them, numbered:
+                  `pytest-benchmark --storage DIR/history compare`
 """
 
 from __future__ import annotations
 
 import csv
+import logging
 from pathlib import Path
 from typing import Any
+
+from pytest_benchmark.storage.file import FileStorage
 
 from weft.bench.report.tables import LEGEND, TextTable, markdown_lines, table_of
 from weft.bench.rows import Result
@@ -28,6 +33,7 @@ def write(results: list[Result], folder: Path) -> Path:
         _write_csv(result, folder / f"{name}.csv")
         (folder / f"{name}.md").write_text(markdown(table_of(result)))
         plots.draw(result, folder)
+        _keep_history(result, folder / "history")
     page = folder / "index.html"
     page.write_text(html.page(read(folder), folder))
     return page
@@ -91,3 +97,38 @@ def markdown(table: TextTable) -> str:
         LEGEND,
     ]
     return "\n".join(lines) + "\n"
+
+
+def _keep_history(result: Result, folder: Path) -> None:
+    """Add the run to pytest-benchmark's storage: each variant of a case is a benchmark in s."""
+    where = result.environment
+    benchmarks = []
+    for case in result.cases:
+        for name, timing in case.timed.items():
+            stats = timing.statistics
+            seconds = ("min", "max", "mean", "stddev", "median", "iqr", "q1", "q3", "ld15iqr",
+                       "hd15iqr", "total")  # fmt: skip
+            benchmarks.append(
+                {
+                    "group": f"{result.suite} {case.name}",
+                    "name": f"{case.name} [{name}]",
+                    "fullname": f"{result.suite}::{case.name}[{name}]",
+                    "params": None,
+                    "param": None,
+                    "extra_info": {"bound_us": case.bound_us, "fraction": case.fraction(name)},
+                    "options": {"timer": "perf_counter", "warmup": True},
+                    "stats": stats
+                    | {key: stats[key] * 1e-6 for key in seconds}
+                    | {"ops": stats["ops"] * 1e6, "iterations": 1},
+                }
+            )
+    if not benchmarks:
+        return
+    content = {
+        "machine_info": where,
+        "commit_info": {"id": where["commit"] or "unversioned", "dirty": "+" in where["commit"]},
+        "benchmarks": benchmarks,
+        "datetime": where["date"],
+        "version": "5",
+    }
+    FileStorage(str(folder), logging.getLogger("weft")).save(content, result.suite)

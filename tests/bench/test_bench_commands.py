@@ -164,7 +164,7 @@ def test_doctor_does_not_send_to_what_cannot_run(
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     assert doctor.main([]) == 0
     said = capsys.readouterr().out
-    assert "try" not in said and said.endswith("bench: pip install matplotlib "
+    assert "try" not in said and said.endswith("bench: pip install matplotlib pytest-benchmark "
                                                "rich pyyaml\n")  # fmt: skip
 
 

@@ -135,7 +135,7 @@ def test_missing_extras_are_named(
     )
     assert cli.main(["demo"]) == 2
     said = capsys.readouterr().err
-    assert "weft demo needs rich: pip install matplotlib rich pyyaml\n" in said
+    assert "weft demo needs rich: pip install matplotlib pytest-benchmark rich pyyaml\n" in said
 
 
 def test_missing_extras_are_those_of_the_distribution() -> None:
