@@ -13,7 +13,6 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
 from itertools import chain, islice
 from operator import attrgetter, is_
 from typing import Any, cast
@@ -97,7 +96,7 @@ def _stand_in(optimizer: Any) -> Any:
         parts = _Parts(optimizer)
         if parts.can_renew:
             _parts[optimizer] = parts
-    stand_in: Any = object.__new__(_stand_in_type(type(optimizer)))
+    stand_in: Any = object.__new__(_stand_in_types[type(optimizer)])
     stand_in.__dict__ = {
         **optimizer.__dict__, "state": parts.state, "parts": parts, "param_groups": [
             {**group, "params": own}
@@ -118,9 +117,9 @@ class _StandIn:
         return self.parts.fill(own._init_group, group, lists)
 
 
-@lru_cache(maxsize=64)
-def _stand_in_type(kind: type) -> type:
-    return type(kind.__name__, (_StandIn, kind), {})
+_stand_in_types: dict[Any, Any] = {
+    kind: type(kind.__name__, (_StandIn, kind), {}) for kind in _ELEMENTWISE
+}
 
 
 class _Parts:
