@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -218,20 +219,18 @@ def installed() -> Iterator[None]:
     }
     # `init_process_group` sets these two as well.
     also = ("_backend", "_default_pg_init_method")
-    before = {name: getattr(c10d, name) for name in (*hooks, *also) if hasattr(c10d, name)}
-    excepthook, environ = sys.excepthook, os.environ.__class__
-    try:
-        for name, hook in hooks.items():
-            setattr(c10d, name, hook)
-        DeviceMesh.__init__ = init_mesh  # type: ignore[method-assign]
+    kept = {name: getattr(c10d, name) for name in also if hasattr(c10d, name)}
+    environ = os.environ.__class__
+    with (
+        patch.multiple(c10d, **hooks, **kept),
+        patch.object(DeviceMesh, "__init__", init_mesh),
+        patch.object(sys, "excepthook", sys.excepthook),
+    ):
         os.environ.__class__ = _Environment
-        yield
-    finally:
-        os.environ.__class__ = environ
-        DeviceMesh.__init__ = make_mesh  # type: ignore[method-assign]
-        for name, value in before.items():
-            setattr(c10d, name, value)
-        sys.excepthook = excepthook
+        try:
+            yield
+        finally:
+            os.environ.__class__ = environ
 
 
 @contextmanager
