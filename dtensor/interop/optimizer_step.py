@@ -13,7 +13,6 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
 from itertools import chain, islice
 from operator import attrgetter, is_
 from typing import Any, cast
@@ -97,7 +96,7 @@ def _stand_in(optimizer: Any) -> Any:
         parts = _Parts(optimizer)
         if parts.can_renew:
             _parts[optimizer] = parts
-    stand_in: Any = object.__new__(_stand_in_type(type(optimizer)))
+    stand_in: Any = object.__new__(_stand_in_types[type(optimizer)])
     stand_in.__dict__ = {
         **optimizer.__dict__, "state": parts.state, "parts": parts, "param_groups": [
             {**group, "params": own}
@@ -118,9 +117,9 @@ class _StandIn:
         return self.parts.fill(own._init_group, group, lists)
 
 
-@lru_cache(maxsize=64)
-def _stand_in_type(kind: type) -> type:
-    return type(kind.__name__, (_StandIn, kind), {})
+_stand_in_types: dict[Any, Any] = {
+    kind: type(kind.__name__, (_StandIn, kind), {}) for kind in _ELEMENTWISE
+}
 
 
 class _Parts:
@@ -151,6 +150,7 @@ class _Parts:
         for group, stateless in zip(optimizer.param_groups, self._stateless, strict=True):
             own = [self._part(p, optimizer, stateless) for p in group["params"]]
             self.groups.append(own)
+        self.can_renew &= all(isinstance(state, dict) for state in optimizer.state.values())
         if self.can_renew:
             self._note(optimizer)
 
@@ -194,8 +194,9 @@ class _Parts:
         self._own = list(_chain(self.groups))
         self._grads = [[part.grad for part in own] for own in self.groups]
         self._layouts = [p._layout for p in self._flat]
-        self._stateful = [p for p, _, _ in self.given]
-        self._values = _values_of(optimizer.state[p] for p in self._stateful)
+        # Keys and values in their order, as a look-up of a tensor computes its hash in Python.
+        self._stateful = list(optimizer.state)
+        self._values = _values_of(optimizer.state.values())
         self._locals = list(map(_local_of, self.written))
         self._addresses = list(map(_address_of, self._own))
         self._own_states = [local_state for _, local_state, _ in self.given]
@@ -215,9 +216,8 @@ class _Parts:
             and _same_objects(list(map(_local_of, self.written)), self._locals)
             and list(map(_address_of, map(_local_of, flat))) == self._addresses
             and _stateless(optimizer) == self._stateless
-            and _same_objects(
-                _values_of(optimizer.state.get(p, {}) for p in self._stateful), self._values
-            )
+            and _same_objects(list(optimizer.state), self._stateful)
+            and _same_objects(_values_of(optimizer.state.values()), self._values)
         ):
             return False
         own_grads = list(map(_local_of, grads))
