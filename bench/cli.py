@@ -25,6 +25,7 @@ _COMMANDS = {
     "calibrate": "weft.bench.commands.calibrate",
     "memory": "weft.bench.commands.memory",
     "published": "weft.bench.published.command",
+    "never-slower": "weft.bench.published.never_slower",
     "solo": "weft.bench.solo.command",
     "host": "weft.bench.host.command",
 }
@@ -39,6 +40,7 @@ commands (each has its own --help):
   host                what the host takes to enqueue a call, on a driver that runs nothing
   memory              peak memory of a rank in attention over longer and longer sequences
   published [FILE]    the model's times beside those that others have published
+  never-slower        what auto takes of the best time that the model knows of, for every size
   calibrate           measure this machine's rates again, from which auto chooses
 
 shapes, for --shapes: a .yaml file of your own (see weft.bench.shapes), a model

@@ -134,7 +134,8 @@ def forget_rates(group: Group) -> None:
 def machine(group: Group, device: torch.device) -> Machine:
     """The rates for `group` on `device`. Collective the first time in a process."""
     if group.virtual is not None:
-        return group.virtual.rates or _NOMINAL
+        stood_for = group.virtual.hardware
+        return stood_for.rates() if stood_for else _NOMINAL
     found = _machines.get((group, device.type))
     if found is None:
         fields = Machine.__dataclass_fields__

@@ -498,6 +498,8 @@ def _way(op: str, group: Group, x: torch.Tensor, nbytes: int, call: Call) -> Way
         settings.record(op, way, why, shapes)
     if way == "generic" and not (group.why or group.virtual or group.on_gpus(x.device)):
         agree(group, op, 0, call=call)
+    if way == "generic" and group.on_gpus(x.device):
+        group.calls.check()
     if way == "generic":  # the others tell more: see `Exchange`, `Workspace.call`
         group.calls.runs(GENERIC)
     return way

@@ -23,6 +23,7 @@ from weft.kernels.attention.cache import Cache
 from weft.kernels.attention.decode import flash_decode_reference
 from weft.kernels.attention.ring import Saved, attention_reference
 from weft.kernels.device import summed_tiles
+from weft.kernels.device.partial_sums import wire_of
 from weft.kernels.engine.chips import INTERPRETER
 from weft.kernels.flash import decode_kernel, ring_grad_kernel, ring_kernel
 from weft.kernels.flash.geometry import Geometry, Visibility
@@ -191,7 +192,7 @@ def straddling_scatter(rank: int, ours: Modules = OURS) -> None:
     config = ours.one_shot.one_shot_config(sum(sizes), N, torch.float32, INTERPRETER)
     count = summed_tiles.tile_count(sum(sizes), N, config.tiling)
     config = replace(config, split=2, programs=2 * count)
-    nbytes = ours.one_shot.workspace_bytes(9 * W, N, torch.float32, W, config)
+    nbytes = ours.one_shot.workspace_bytes(9 * W, N, wire_of(torch.float32), W, config)
     ws = workspace(None, nbytes, channel="straddling")
     xs, w = [matrix(sum(sizes), K, r) for r in range(W)], matrix(K, N, 99)
     residual = matrix(sizes[rank], N, 50)

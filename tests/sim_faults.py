@@ -14,7 +14,7 @@ from sim_cases import COLLECTIVES, KERNELS
 
 from weft import sim
 from weft.collectives.device import signals
-from weft.kernels.device import copies, gathered_rows, gathers, splits, tiles
+from weft.kernels.device import copies, gathered_rows, gathered_tiles, gathers, splits, tiles
 from weft.kernels.matmul import (
     all_gather_kernel,
     contract_kernel,
@@ -254,7 +254,7 @@ IN_KERNELS = [
     ),
     fault(
         "tiles wait for the first part of their rows only",
-        all_gather_kernel,
+        gathered_tiles,
         "wait_for_rows(shards, rows, k_part, FETCH)",
         "wait_for_rows(shards, rows, 0, FETCH)",
         GATHERS[:1],

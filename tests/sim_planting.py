@@ -32,7 +32,9 @@ from weft.collectives import movement
 from weft.collectives.device import signals
 from weft.kernels.device import (
     copies,
+    flattened,
     gathered_rows,
+    gathered_tiles,
     gathers,
     outputs,
     partial_sums,
@@ -66,6 +68,8 @@ PARTS = (
     gathered_rows,
     outputs,
     partial_sums,
+    flattened,
+    gathered_tiles,
     all_gather_kernel,
     rms_norm_kernel,
     summed_tiles,

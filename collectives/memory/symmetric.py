@@ -308,6 +308,8 @@ class SymmetricBuffer:
         peers = {peer: processes[peer] for peer in self.group.peers()} if processes else {}
         told = partial(told_by, calls=self.group.calls)
         report = Report(self.rank, {} if virtual else peers, on_gpu, told)
+        if on_gpu:
+            report.compare = self.group.calls.compare
         weakref.finalize(self, report.close)
         own = self.pad_of(self.rank)
         own[pad.PADS].fill_(self.signal_ptrs.data_ptr())
@@ -519,19 +521,19 @@ class Waiter:
 def told_by(status: int, rank: int, op: str, calls: flight.Calls | None = None) -> WeftError:
     """The error that STATUS in the pad of `rank` tells of; `calls`: of its group."""
     code, waiter, peer, generation = pad.status_in(status)
+    if calls and calls.parting:
+        return MismatchError(f"{op}: {calls.parting}{flight.UNUSABLE}")
     if code == pad.FAILED:
         return MismatchError(
             f"{op}: rank {peer} has failed or was interrupted amid a call, its own error tells "
-            f"why. Results since are no good, and the group cannot be used until all of its ranks "
-            f"have called weft.close()"
+            f"why{flight.UNUSABLE}"
         )
     if code == pad.OVERLAPPED:
         return WeftError(
             f"{op}: two calls on the same memory ran on rank {waiter} at the same time (call "
             f"{generation}), as a CUDA graph that is replayed in one stream does beside calls or "
             f"replays in another. Have one stream wait for the other (torch.cuda.Stream."
-            f"wait_stream). Results since are no good, and the group cannot be used until all of "
-            f"its ranks have called weft.close()"
+            f"wait_stream){flight.UNUSABLE}"
         )
     # Our kernels write the same words, so this rank may itself be the waiter.
     blamed = peer if peer != rank else waiter

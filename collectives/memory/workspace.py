@@ -34,6 +34,7 @@ from weft.collectives.ranks.group import (
     resolve,
     unwatched,
 )
+from weft.errors import WeftError
 
 _ALIGN = 4096
 _VECTOR = 16  # bytes to which the addresses of halves are aligned at least
@@ -124,13 +125,17 @@ class Workspace:
         failed likewise: otherwise they are in this call still, or past it, and would take the next
         one's data for this one's.
         """
-        self.check(op)
         from weft.collectives.memory.exchange import agree
 
         calls, noted = self.group.calls, -1
         if call is None:
             call = call_of(op, told, self.name)
             noted = calls.begin(call)
+        try:
+            self.check(op)
+        except WeftError:
+            calls.end(noted, failed=True)
+            raise
         if self._failed:
             # Not noted: ranks come here one by one, as they have failed.
             agree(self.group, op, 0, call=call_of(op, (("after a failed", self._failed),)))
@@ -207,7 +212,7 @@ class Workspace:
 
     def check(self, op: str) -> None:
         """Begin a call: raise `PeerTimeout` if a wait here has timed out, on any rank, or
-        `MismatchError` if a rank has failed amid a call of a stream.
+        `MismatchError` if a rank has failed amid a call of a stream, or makes other ones.
 
         On a GPU that is what kernels have told of so far, on any memory of this process: it never
         stops the host, so the error may be raised by a later call. What is enqueued next runs after
@@ -216,6 +221,7 @@ class Workspace:
         self.buffer.check_open()
         self.check_peers(op)
         if not self._on_host:
+            self.group.calls.check()
             self.captured |= _after_calls_before(self.device)
 
     def check_peers(self, op: str) -> None:

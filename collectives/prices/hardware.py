@@ -23,11 +23,14 @@ Sources
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import torch
+
 from weft.collectives.cost import Machine
-from weft.collectives.protocols import Fabric
+from weft.collectives.protocols import PROTOCOLS, Fabric
 
 Topology = Literal["switch", "mesh"]
 
@@ -333,6 +336,35 @@ PRESETS = {
     "mi355x": MI355X,
     "mi308x": MI308X,
 }
+
+
+def measured(name: str, family: str, rates: Machine, ranks: int) -> Hardware:
+    """The preset of a GPU, with what was measured on it in the place of what data sheets say.
+
+    Args:
+        name: the driver's ("NVIDIA H100 80GB HBM3").
+        family: a preset's `chip`, which stands for chips that have no preset.
+        ranks: that the rates are of.
+    """
+    words = re.split(r"[^a-z0-9]+", name.lower())
+    like = [each for each in PRESETS.values() if each.chip == family] or [H100]
+    preset = next((each for key, each in PRESETS.items() if key.split("-")[0] in words), like[0])
+    sustained = rates.flops_of(torch.bfloat16) * 1e6 / preset.flops["bfloat16"]
+    measured_flops = {
+        dtype: rates.flops[f"torch.{dtype}"] * 1e6 / sustained
+        for dtype in ("bfloat16", "float16", "float32")
+        if f"torch.{dtype}" in rates.flops
+    }
+    links = max(ranks - 1, 1) if preset.topology == "mesh" else 1
+    library = PROTOCOLS[-1].share * preset.link_bandwidth * links / 1e6
+    return replace(
+        preset,
+        flops=preset.flops | measured_flops,
+        sustained=sustained,
+        link_sustained=rates.copy * 1e6 / preset.link_bandwidth,
+        link_reached=rates.wire / library,
+        link_latency_us=max(rates.sync_us - preset.launch_us, 0.2) / 2,
+    )
 
 
 def named(hardware: Hardware | str) -> Hardware:

@@ -37,8 +37,15 @@ from typing import NamedTuple
 
 from weft import settings
 from weft.collectives.ranks import flight_files
+from weft.errors import MismatchError
 
 CALLS, ENTRY = 256, 320
+_HASHES = 4096  # of this rank's calls: peers may be so far behind
+# What comes after an error amid the calls of streams.
+UNUSABLE = (
+    ". Results since are no good, and the group cannot be used until all of its ranks have called "
+    "weft.close()"
+)
 ENGINES = ("", "triton", "host", "generic")
 TRITON, HOST, GENERIC = 1, 2, 3
 _ENTRY = struct.Struct(f"9q{ENTRY - 9 * 8}s")
@@ -194,10 +201,14 @@ class Noted(NamedTuple):
 
 
 class Reader:
-    """The ring of a process, this one or another."""
+    """The ring of a process, this one or another.
+
+    Attributes:
+        words: of the ring, int64.
+    """
 
     def __init__(self, ring: mmap.mmap | bytes) -> None:
-        self._ring = ring
+        self._ring, self.words = ring, memoryview(ring).cast("q")
 
     @staticmethod
     def of(pid: int, fd: int) -> Reader | None:
@@ -230,6 +241,7 @@ class Calls:
         group: hash of the group, the same on all of its ranks.
         position: of the last call of this rank among those of the group.
         last: hash of the last call of this rank.
+        parting: how the calls of ranks differ, once `compare` has found that.
     """
 
     def __init__(
@@ -237,22 +249,29 @@ class Calls:
         group: str = "",
         readers: Mapping[int, Reader] | None = None,
         own: FlightRecorder | None = None,
+        rank: int = 0,
     ) -> None:
         """
         Args:
             group: a name that only this group has.
             readers: by rank, of those that can be looked at.
             own: where to note; without one nothing is.
+            rank: this one's.
         """
         self.group, self._readers = _hash(group), dict(readers or {})
         self.position, self._own = 0, own
-        self.last = 0
+        self.last, self.parting = 0, ""
+        self._rank, self._hashes = rank, [0] * _HASHES
+        self._seen = {peer: 0 for peer in self._readers if peer != rank}  # NUMBERs, compared
+        W = len(self._readers)
+        self._beside = {(rank - 1) % W, (rank + 1) % W} & set(self._seen) if W else set()
         self._last = self._around = -1  # the call under way, and the one that it is a part of
 
     def begin(self, call: Call) -> int:
         """Note a call of this rank; its number, for `end`. -1: nothing is noted."""
         if self._own is None:
             return -1
+        self._hashes[(self.position + 1) % _HASHES] = call.hash
         self.position += 1
         self.last = call.hash
         self._around = self._last
@@ -274,6 +293,59 @@ class Calls:
     def under_way(self) -> str:
         """The last call of this rank, unless it has ended."""
         return self._own.under_way(self._last) if self._own is not None else ""
+
+    def compare(self) -> str:
+        """Compare what others have begun with this rank's calls: `parting`."""
+        for peer in self._seen:
+            self._compare(peer)
+        return self.parting
+
+    def check(self) -> None:
+        """Compare the calls of the ranks beside this one with its own, in 1 us.
+
+        Calls in the streams of GPUs are waited for by kernels, which do not compare them. If two
+        ranks differ, so do two that are beside each other. Of these the one that comes last sees
+        it here, before it launches anything, so that no call of the others gets done: their waits
+        are ended by the threads that look after peers, which compare all. If both come within
+        100 ns, they see it one call later.
+
+        Raises:
+            MismatchError: they differ.
+        """
+        for peer in self._beside:
+            self._compare(peer)
+        if self.parting:
+            raise MismatchError(self.parting + UNUSABLE)
+
+    def _compare(self, peer: int) -> None:
+        position = self._differs(peer)
+        if position and not self.parting:
+            time.sleep(1e-3)  # the words of an entry may come out of order
+            if self._differs(peer) == position:
+                calls = by_position({peer: self._readers[peer]}, self.group).get(position, {})
+                theirs = {rank: each.hash for rank, each in calls.items()}
+                mine = self._hashes[position % _HASHES]
+                self.parting = self.differ(theirs | {self._rank: mine})
+
+    def _differs(self, peer: int) -> int:
+        """Position of the first call of `peer` that differs; 0: none of those that both have begun
+        and that have not been compared yet."""
+        words, number = self._readers[peer].words, self._seen[peer]
+        newest = words[0]
+        if number <= newest - CALLS:
+            number = newest - CALLS + 1  # what was written over cannot be compared
+        while number < newest:
+            at = ((number + 1) % CALLS + 1) * _WORDS
+            if words[at + 1] == self.group:
+                position, hash = words[at + 2], words[at + 3]
+                if position > self.position:
+                    break
+                differs = hash != self._hashes[position % _HASHES] and words[at] == number + 1
+                if differs and position > self.position - _HASHES:
+                    return position
+            number += 1
+        self._seen[peer] = number
+        return 0
 
     def differ(self, calls: Mapping[int, int]) -> str:
         """What ranks have called, given the hashes."""

@@ -30,8 +30,8 @@ from weft.errors import MismatchError, PeerTimeout, WeftError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from weft.collectives.cost import Machine
     from weft.collectives.memory.symmetric import Memory, SymmetricBuffer, Waiter
+    from weft.collectives.prices.hardware import Hardware
 
 # A process group or its name, a 1-D mesh, a Group; None: the world.
 GroupLike: TypeAlias = "dist.ProcessGroup | str | DeviceMesh | Group | None"
@@ -88,8 +88,8 @@ class VirtualRanks(Protocol):
         """Name of the chip that they stand for; empty if they are CPU ranks."""
 
     @property
-    def rates(self) -> Machine | None:
-        """Rates of such chips, if they stand for some."""
+    def hardware(self) -> Hardware | None:
+        """Such chips, if they stand for some."""
 
     def gather(self, rank: int, value: Any) -> list[Any]:
         """Every rank's `value`, in rank order, once all have come."""
@@ -578,7 +578,7 @@ def _describe(pg: dist.ProcessGroup) -> Group:
             readers[peer] = reader
             waits.know(process, reader)
     own = flight.recorder()
-    calls = flight.Calls(name, readers, own)
+    calls = flight.Calls(name, readers, own, rank)
     own.joined(calls.group, ranks, rank)
     if several:
         why = "its ranks are on several hosts (or in containers that do not share processes)"

@@ -4,7 +4,8 @@ Pages of the host's memory, which a GPU reaches over a slow link, have a line fo
 
     word          written by   holds
     REPORTED      kernels      0, or STATUS of the pad
-    GONE_WORD     the host     0, or waiter << 32 | peer + 1: the process of `peer` has ended
+    GONE_WORD     the host     0, or waiter << 32 | peer + 1: the process of `peer` has ended, or
+                               ranks make different calls
     ALARM_WORD    the host     address of the page's first word: 1 once one of its lines has news
 
 Kernels write there only when a wait has failed, and read there only while they wait. So a call
@@ -57,7 +58,10 @@ class Report:
         rank: of this process in the buffer's group.
         world: that of the virtual rank whose buffer it is; else None.
         op: the last call on the buffer, which errors name.
+        compare: tells how calls of the ranks differ, of which kernels are told while they wait.
     """
+
+    compare: Callable[[], str] | None = None
 
     def __init__(
         self,
@@ -100,8 +104,11 @@ class Report:
         # A process may end right after its part of the last call: what is on its way from other
         # ranks has until the next look.
         before, self._gone = self._gone, {p for p, each in self._peers.items() if not each.alive()}
-        if before & self._gone and not self._page.words[self._at + GONE_WORD]:
-            self._page.words[self._at + GONE_WORD] = self.rank << 32 | min(before & self._gone) + 1
+        ended = before & self._gone
+        if not ended and self._peers and self.compare and self.compare():
+            ended = set(self._peers)  # to end waits; the error tells what it is
+        if ended and not self._page.words[self._at + GONE_WORD]:
+            self._page.words[self._at + GONE_WORD] = self.rank << 32 | min(ended) + 1
         if not self._logged and (error := self.error()):
             self._logged = True
             _logger.error("%s", error)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from weft import settings
 from weft.collectives import Group, resolve
 from weft.collectives.collective_ops import check_sizes
 from weft.collectives.device.launches import layouts_of
@@ -19,6 +20,7 @@ from weft.collectives.memory.exchange import agree, check_call
 from weft.collectives.ranks.flight import call_of
 from weft.collectives.ranks.group import GroupLike
 from weft.kernels.engine.engines import Problem, RunnableEngine, choose, too_wide
+from weft.kernels.engine.plans import Plans
 from weft.kernels.flash.geometry import (
     UNBOUNDED,
     Geometry,
@@ -52,9 +54,12 @@ class AttentionOptions(NamedTuple):
         return self._replace(window=window, cu_seqlens=cu_seqlens)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AttentionPlan:
-    """What follows from the arguments of a call of `op`, the same on all ranks."""
+    """What follows from the arguments of a call of `op`: the same on all ranks, but for `key`.
+
+    It is kept, one for q, k and v of the same layouts.
+    """
 
     op: str
     group: Group
@@ -63,9 +68,22 @@ class AttentionPlan:
     engine: RunnableEngine
     told: tuple[Hashable, ...]
 
-    def key(self, *operands: torch.Tensor | None) -> Hashable:
-        """All that the launches go by for such operands: see `Workspace.repeat`."""
-        return self.op, self.geometry, self.scale, layouts_of(operands)
+    def key(self, *more: torch.Tensor | None) -> Hashable:
+        """All that launches go by which are given q, k, v and `more`: see `Workspace.repeat`."""
+        return self, layouts_of(more)
+
+
+@dataclass(frozen=True, eq=False)
+class _Question:
+    """What a call asks for, apart from the lengths of the shards."""
+
+    visible: tuple[int, int, tuple[int, ...] | None]  # before, after, documents
+    scale: float
+    told: tuple[Hashable, ...]
+
+
+_questions = Plans[_Question](f"{__name__}._questions")
+_plans = Plans[AttentionPlan](f"{__name__}._plans")
 
 
 def plan_attention(
@@ -83,18 +101,39 @@ def plan_attention(
     """
     group = resolve(group)
     causal, scale, layout, window, cu_seqlens, sizes, key_sizes = options
-    check_tensors(q, k, v, layout)
-    before, after = _reach(causal, window)
-    documents = _documents(cu_seqlens)
-    B, H, D = q.shape[0], q.shape[1], q.shape[3]
-    scale = 1 / math.sqrt(D) if scale is None else float(scale)
-    told: tuple[Hashable, ...] = (
-        q.dtype, ("q", (B, H, "*", D)), ("k", (B, k.shape[1], "*", D)), layout, ("scale", scale),
-        ("before", before), ("after", after), ("documents", documents),
-    )  # fmt: skip
-    q_sizes, k_sizes = _sizes(q, k, group, op, told, sizes, key_sizes)
-    told = *told, ("sizes", q_sizes), ("key_sizes", k_sizes)
-    total = sum(k_sizes)
+    visible = (*_reach(causal, window), _documents(cu_seqlens))
+    scale = None if scale is None else float(scale)
+    layouts, engine = layouts_of((q, k, v)), settings.current_engine()
+
+    def asked() -> _Question:
+        check_tensors(q, k, v, layout)
+        B, H, _, D = q.shape
+        of = 1 / math.sqrt(D) if scale is None else scale
+        names = zip(("before", "after", "documents"), visible, strict=True)
+        shapes = ("q", (B, H, "*", D)), ("k", (B, k.shape[1], "*", D))
+        return _Question(visible, of, (q.dtype, *shapes, layout, ("scale", of), *names))
+
+    question = _questions.of((op, group, visible, scale, layout, layouts, engine), asked)
+    lengths = _sizes(q, k, group, op, question.told, sizes, key_sizes)
+    return _plans.of(
+        (question, group, lengths), lambda: _planned(q, k, group, op, layout, question, *lengths)
+    )
+
+
+def _planned(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    group: Group,
+    op: str,
+    layout: SequenceLayout,
+    question: _Question,
+    q_sizes: tuple[int, ...],
+    k_sizes: tuple[int, ...],
+) -> AttentionPlan:
+    """The plan of a call whose shards have these lengths."""
+    before, after, documents = question.visible
+    told = *question.told, ("sizes", q_sizes), ("key_sizes", k_sizes)
+    B, H, D, scale, total = q.shape[0], q.shape[1], q.shape[3], question.scale, sum(k_sizes)
     if documents is not None and not sum(q_sizes) == total == documents[-1]:
         raise ValueError(
             f"cu_seqlens must end with the number of tokens, as many queries as keys: got "
@@ -111,7 +150,7 @@ def plan_attention(
     problem = Problem(
         op,
         M=B * H * share,
-        N=max(1, min(total, before + after) // (2 if causal and window is None else 1)),
+        N=max(1, min(total, before + after) // (2 if (before, after) == (UNBOUNDED, 0) else 1)),
         K=2 * D,
         dtype=q.dtype,
         moved_bytes=moved * k.element_size(),

@@ -28,13 +28,19 @@ from typing import Any, NamedTuple
 
 import torch
 
+from weft.collectives.profiled import profiler_enabled
 from weft.collectives.ranks.group import GroupLike, group_name, is_call_traced
 from weft.kernels.attention.generic import gathered_attention, gathered_gradients
 from weft.kernels.attention.host import host_backward, host_forward
 from weft.kernels.attention.plan import AttentionOptions, AttentionPlan, plan_attention
 from weft.kernels.engine.autocast import autocast
 from weft.kernels.engine.engines import record_backward, refuse_second_order
+from weft.kernels.engine.local_matmul import needs_gradient
 from weft.kernels.flash.geometry import SequenceLayout
+
+Run = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, AttentionPlan], tuple[torch.Tensor, torch.Tensor]
+]
 
 
 @autocast
@@ -103,8 +109,18 @@ def ring_attention(
         out, lse = gathered_attention(q, k, v, call.group, call.geometry, call.scale, return_lse)
     else:
         run = host_forward if call.engine == "host" else _triton_forward
-        out, lse = Attention.apply(q, k, v, call, run, ring_gradients)
+        out, lse = attended(q, k, v, call, run, ring_gradients)
     return (out, lse) if return_lse else out
+
+
+def attended(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionPlan, run: Run, gradients: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse by a fused engine; through autograd only where that matters, as it takes 8 us."""
+    if profiler_enabled() or needs_gradient((q, k, v)):
+        made: tuple[torch.Tensor, torch.Tensor] = Attention.apply(q, k, v, call, run, gradients)
+        return made
+    return run(q, k, v, call)
 
 
 class Attention(torch.autograd.Function):
@@ -117,7 +133,7 @@ class Attention(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         call: AttentionPlan,
-        run: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+        run: Run,
         gradients: Callable[[AttentionPlan, Saved], Gradients],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = run(q, k, v, call)
@@ -179,7 +195,7 @@ def _triton_forward(
         return kernel.launch_ring_attention(q, k, v, ws, call.geometry, call.scale)
 
     with ws.call("ring_attention", call.told):
-        out, lse = ws.repeat(call.key(q, k, v), (q, k, v), launched)
+        out, lse = ws.repeat(call.key(), (q, k, v), launched)
     return out, lse
 
 
@@ -192,7 +208,7 @@ def _triton_backward(call: AttentionPlan, saved: Saved) -> Gradients:
         return kernel.launch_ring_attention_backward(saved, ws, call.geometry, call.scale)
 
     with ws.call("ring_attention backward", call.told):
-        dq, dk, dv = ws.repeat(call.key(*saved), saved, launched)
+        dq, dk, dv = ws.repeat(call.key(*saved[3:]), saved, launched)
     return dq, dk, dv
 
 

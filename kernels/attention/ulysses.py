@@ -35,7 +35,7 @@ from weft.kernels.attention.plan import (
     check_tensors,
     plan_attention,
 )
-from weft.kernels.attention.ring import Attention, Gradients, Saved, ring_attention
+from weft.kernels.attention.ring import Gradients, Saved, attended, ring_attention
 from weft.kernels.attention.swaps import OP, Swap, SwapBack, split_heads, way_of
 from weft.kernels.engine.autocast import autocast
 from weft.kernels.flash.geometry import SequenceLayout
@@ -101,7 +101,7 @@ def ulysses_attention(
         outer = alone()
         call = plan_attention(q, k, v, inner, options, OP)
         if in_one_launch(call):
-            out, lse = Attention.apply(q, k, v, call, _head_forward, head_gradients)
+            out, lse = attended(q, k, v, call, _head_forward, head_gradients)
             return (out, lse) if return_lse else out
         rows, key_rows, engine = call.geometry.q_sizes, call.geometry.k_sizes, call.engine
     else:
@@ -139,7 +139,7 @@ def _head_forward(
         return kernel.launch_head_attention(q, k, v, ws, call.geometry, call.scale)
 
     with ws.call(OP, call.told):
-        out, lse = ws.repeat(call.key(q, k, v), (q, k, v), launched)
+        out, lse = ws.repeat(call.key(), (q, k, v), launched)
     return out, lse
 
 
@@ -153,7 +153,7 @@ def head_gradients(call: AttentionPlan, saved: Saved) -> Gradients:
         return kernel.launch_head_attention_backward(saved, ws, call.geometry, call.scale)
 
     with ws.call(f"{OP} backward", call.told):
-        dq, dk, dv = ws.repeat(call.key(*saved), saved, launched)
+        dq, dk, dv = ws.repeat(call.key(*saved[3:]), saved, launched)
     return dq, dk, dv
 
 

@@ -14,45 +14,24 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, is_dataclass
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.collectives.device import signals
+from weft.kernels.compile import aot_loop
 from weft.kernels.compile.aot_cases import Launch, launches
 from weft.kernels.compile.known_spills import known_spills
+from weft.kernels.compile.machine_code import TARGETS, compiled_launch, source
 from weft.kernels.engine.chips import Chip, known
 
-_TYPES = {
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float32: "*fp32",
-    torch.float64: "*fp64",
-    torch.bool: "*i1",
-    torch.uint8: "*u8",
-    torch.int8: "*i8",
-    torch.int16: "*i16",
-    torch.int32: "*i32",
-    torch.float8_e4m3fn: "*fp8e4nv",
-    torch.int64: "*i64",
-}
-_TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
+_T = TypeVar("_T")
 # Chips by the names that people, and `weft sim --hardware`, call them.
 _CHIPS = {"a100": "sm_80", "h100": "sm_90", "h200": "sm_90", "b200": "sm_100", "mi300x": "gfx942"}
 # Instructions of matrix units (tcgen05, wgmma, mma, mfma), and plain multiply-adds.
@@ -165,67 +144,28 @@ class KernelReport:
         return max(0, self.spills - known)
 
 
-def source(launch: Launch) -> ASTSource:
-    """What Triton's own launcher would compile, including its specialisation of arguments."""
-    constants: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-
-    def describe(value: Any, path: tuple[int, ...], specialize: bool) -> Any:
-        if isinstance(value, tuple):  # do_not_specialize does not reach inside
-            fields = [describe(v, (*path, i), True) for i, v in enumerate(value)]
-            return type(value)(*fields) if hasattr(value, "_fields") else tuple(fields)
-        if isinstance(value, TensorDescriptor):
-            return f"tensordesc<{_TYPES[value.base.dtype][1:]}{list(value.block_shape)}>"
-        if isinstance(value, torch.Tensor):
-            attributes[path] = [["tt.divisibility", 16]]
-            return _TYPES[value.dtype]
-        if isinstance(value, bool):
-            return "u1"
-        if isinstance(value, float):
-            return "fp32"
-        if value is None or (specialize and value == 1):
-            constants[path] = value
-            return "constexpr"
-        if specialize and value % 16 == 0:
-            attributes[path] = [["tt.divisibility", 16]]
-        return "i32" if -(2**31) <= value < 2**31 else "i64"
-
-    signature: dict[str, Any] = {}
-    for i, parameter in enumerate(launch.kernel.params):
-        value = launch.arguments[parameter.name]
-        if parameter.is_constexpr:
-            constants[(i,)] = value
-            signature[parameter.name] = "constexpr"
-        else:
-            signature[parameter.name] = describe(value, (i,), not parameter.do_not_specialize)
-    return ASTSource(launch.kernel, signature, constants, attributes)
-
-
-def _disassembled(cubin: bytes) -> str:
-    """Resource usage and SASS of a binary, by the cuobjdump that comes with Triton."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(tool), "-res-usage", "-sass", file.name]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
 def _found(pattern: str, text: str) -> int:
     found = re.search(pattern, text)
     return int(found.group(1)) if found else 0
 
 
+def loop_of_launch(
+    case: str, launch: Launch, chip: Chip, dtype: torch.dtype
+) -> aot_loop.LoopReport | None:
+    """Compile one caught launch for `chip`: its main loop, if it has one that multiplies."""
+    compiled, text = compiled_launch(launch, chip)
+    name, warps, ttgir = launch.kernel.__name__, compiled.metadata.num_warps, compiled.asm["ttgir"]
+    return aot_loop.report(case, name, chip, dtype, warps, text, ttgir)
+
+
 def compile_launch(case: str, launch: Launch, chip: Chip, dtype: torch.dtype) -> KernelReport:
     """Compile one caught launch for `chip`."""
-    compiled = triton.compile(source(launch), target=_TARGETS[chip.name], options=launch.options)
+    compiled, text = compiled_launch(launch, chip)
     if "cubin" in compiled.asm:
-        text = _disassembled(compiled.asm["cubin"])
         registers = _found(r"REG:(\d+)", text)
         spills = _found(r"STACK:(\d+)", text) + _found(r"LOCAL:(\d+)", text)
         tensor_columns = compiled.metadata.tmem_size or 0
     else:
-        text = cast(str, compiled.asm["amdgcn"])
         registers = _found(r"\.vgpr_count:\s+(\d+)", text)
         spills = _found(r"\.vgpr_spill_count:\s+(\d+)", text)
         spills += _found(r"\.private_segment_fixed_size:\s+(\d+)", text)
@@ -281,12 +221,19 @@ def _blocks(config: Mapping[str, Any]) -> str:
 
 
 @cache
-def _launches(arch: str, dtype: torch.dtype, wide: bool) -> list[tuple[str, Launch]]:
-    """The distinct launches: one that two sizes share belongs to the first."""
+def _launches(
+    arch: str, dtype: torch.dtype, wide: bool, loops: bool = False
+) -> list[tuple[str, Launch]]:
+    """The distinct launches: one that two sizes share belongs to the first.
+
+    Args:
+        loops: also those that the main loops of others are compared to, first of all.
+    """
     chip = known(arch)
     found: dict[tuple[str, str], tuple[str, Launch]] = {}
     if dtype != torch.float8_e4m3fn or chip.fp8:
-        for case, launch in launches(chip, dtype, wide=wide):
+        plain = aot_loop.references(chip, dtype) if loops else []
+        for case, launch in [*plain, *launches(chip, dtype, wide=wide)]:
             found.setdefault((source(launch).hash(), str(launch.options)), (case, launch))
     return list(found.values())
 
@@ -296,8 +243,15 @@ def _compile_number(number: int, arch: str, dtype: torch.dtype, wide: bool) -> K
     return compile_launch(case, launch, known(arch), dtype)
 
 
+def _loop_number(
+    number: int, arch: str, dtype: torch.dtype, wide: bool
+) -> aot_loop.LoopReport | None:
+    case, launch = _launches(arch, dtype, wide, True)[number]
+    return loop_of_launch(case, launch, known(arch), dtype)
+
+
 def compile_all(
-    archs: Sequence[str] = tuple(_TARGETS),
+    archs: Sequence[str] = tuple(TARGETS),
     dtypes: Sequence[torch.dtype] = (torch.bfloat16,),
     only: Sequence[str] = (),
     *,
@@ -314,23 +268,50 @@ def compile_all(
         RuntimeError: kernels are interpreted in this process.
         ValueError: an arch is not known.
     """
+    yield from _each(_compile_number, archs, dtypes, only, wide, False, jobs)
+
+
+def loops_of_all(
+    archs: Sequence[str] = tuple(TARGETS),
+    dtypes: Sequence[torch.dtype] = (torch.bfloat16,),
+    only: Sequence[str] = (),
+    *,
+    wide: bool = False,
+    jobs: int = 1,
+) -> Iterator[aot_loop.LoopReport]:
+    """The main loops of the same kernels, where they multiply, after those of plain ones."""
+    for found in _each(_loop_number, archs, dtypes, only, wide, True, jobs):
+        if found is not None:
+            yield found
+
+
+def _each(
+    run: Callable[[int, str, torch.dtype, bool], _T],
+    archs: Sequence[str],
+    dtypes: Sequence[torch.dtype],
+    only: Sequence[str],
+    wide: bool,
+    loops: bool,
+    jobs: int,
+) -> Iterator[_T]:
+    """run(number, arch, dtype, wide) for each launch, in `jobs` processes."""
     if signals.INTERPRETED:
         raise RuntimeError("kernels are interpreted here: run `python -m weft.kernels.compile.aot`")
-    if unknown := [arch for arch in archs if arch not in _TARGETS]:
-        raise ValueError(f"arch must be among {', '.join(_TARGETS)}, got {', '.join(unknown)}")
+    if unknown := [arch for arch in archs if arch not in TARGETS]:
+        raise ValueError(f"arch must be among {', '.join(TARGETS)}, got {', '.join(unknown)}")
     work = [
         (number, arch, dtype, wide)
         for arch in archs
         for dtype in dtypes
-        for number, (case, _) in enumerate(_launches(arch, dtype, wide))
-        if not only or case in only
+        for number, (case, _) in enumerate(_launches(arch, dtype, wide, loops))
+        if not only or case in only or case.startswith("plain")
     ]
     if jobs == 1 or len(work) < 2:
-        yield from (_compile_number(*each) for each in work)
+        yield from (run(*each) for each in work)
         return
     # Forked processes have the launches; nothing here has used a GPU or started a thread.
     with ProcessPoolExecutor(min(jobs, len(work)), get_context("fork")) as pool:
-        yield from pool.map(_compile_number, *zip(*work, strict=True))
+        yield from pool.map(run, *zip(*work, strict=True))
 
 
 HEAD = (
@@ -360,6 +341,7 @@ examples:
   weft aot --arch sm_90                        all kernels on a Hopper GPU, in bf16
   weft aot --arch sm_90,sm_100 --case up down  two of them on two chips
   weft aot --dtype float8_e4m3fn --json        for a program to read
+  weft aot --loop --arch sm_90                 what one step of each main loop issues
 Kernels of your own: weft sim FILE:FUNCTION --hardware h100 --compile
 """
 
@@ -373,8 +355,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--arch", nargs="+", default=list(_TARGETS), metavar="ARCH",
-        help=f"of {', '.join(_TARGETS)} (all), or of {', '.join(_CHIPS)}; commas will do as well",
+        "--arch", nargs="+", default=list(TARGETS), metavar="ARCH",
+        help=f"of {', '.join(TARGETS)} (all), or of {', '.join(_CHIPS)}; commas will do as well",
     )  # fmt: skip
     parser.add_argument("--case", nargs="+", default=[], help="only these, as the table has them")
     parser.add_argument(
@@ -389,14 +371,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N",
         help="processes that compile (as many as there are cores)",
     )  # fmt: skip
+    parser.add_argument(
+        "--loop", action="store_true",
+        help="what a step of each main loop issues, beside plain kernels (docs/virtual_time.md)",
+    )  # fmt: skip
+    parser.add_argument("--page", type=Path, help="with --loop: put the table into this page")
     parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
     options = parser.parse_args(arguments)
     given = [arch for each in options.arch for arch in each.split(",") if arch]
     archs = list(dict.fromkeys(_CHIPS.get(arch.lower(), arch) for arch in given))
-    unknown = [arch for arch in archs if arch not in _TARGETS]
+    unknown = [arch for arch in archs if arch not in TARGETS]
     if unknown or not archs:  # commas alone
         parser.error(
-            f"no arch {(unknown or options.arch)[0]!r}: there are {', '.join(_TARGETS)}, or by "
+            f"no arch {(unknown or options.arch)[0]!r}: there are {', '.join(TARGETS)}, or by "
             f"chip {', '.join(_CHIPS)}"
         )
     if signals.INTERPRETED:
@@ -411,10 +398,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"{', '.join(archs)}: no kernels of {', '.join(options.dtype)}")
     if absent := [case for case in options.case if case not in cases]:
         parser.error(f"no case {absent[0]!r}: there are {'; '.join(sorted(cases))}")
+    jobs = max(1, options.jobs)
+    if options.loop:
+        loops = [*loops_of_all(archs, dtypes, options.case, wide=options.wide, jobs=jobs)]
+        print(json.dumps([asdict(r) for r in loops]) if options.json else aot_loop.text(loops))
+        if options.page:
+            options.page.write_text(aot_loop.with_table(options.page.read_text(), loops))
+        return 0
     reports = []
     if not options.json:
         print(HEAD)
-    found = compile_all(archs, dtypes, options.case, wide=options.wide, jobs=max(1, options.jobs))
+    found = compile_all(archs, dtypes, options.case, wide=options.wide, jobs=jobs)
     for report in found:
         reports.append(report)
         if not options.json:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from weft.collectives.device import signals
-from weft.collectives.device.device_math import element
+from weft.collectives.device.device_math import cdiv, element
 from weft.kernels.device import gathers
 
 
@@ -102,6 +102,55 @@ def _peers_rows(shards, ptrs, scales, numbers, SCALED: tl.constexpr, WORLD_SIZE:
             shown = gathers.scales_ptr(link, source, generation, shards.scales_at)
             scales = tl.where(theirs, shown + row, scales)
     return ptrs, scales if SCALED else ptrs
+
+
+@triton.jit
+def tile_rows(shards, WORLD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr):
+    """How many rows of tiles there are of the own shard, and of those after and before it."""
+    begin = element(shards.offsets, shards.rank, WORLD_SIZE)
+    end = element(shards.offsets, shards.rank + 1, WORLD_SIZE + 1)
+    own, after = cdiv(end - begin, BLOCK_M), cdiv(shards.offsets[WORLD_SIZE] - end, BLOCK_M)
+    return own, after, cdiv(begin, BLOCK_M)
+
+
+@triton.jit
+def described_rows(
+    shards,
+    own_scales,  # Scales of the own rows
+    gathered,  # Rows
+    tile_m,  # of the `tile_rows`, the own ones first, then those after and before them
+    WORLD_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """The rows of a tile that has own rows or none: TileRows, with numbers for pointers.
+
+    Returns also whether they are own, and the tile's first row in x, or else in `gathered`. The
+    last tile of the rows before the own ones ends with them, so that the first one may begin
+    before row 0.
+    """
+    SCALED: tl.constexpr = own_scales.ptr is not None
+    offsets, M = shards.offsets, shards.offsets[WORLD_SIZE]
+    begin = element(offsets, shards.rank, WORLD_SIZE)
+    end = element(offsets, shards.rank + 1, WORLD_SIZE + 1)
+    own, after, before = tile_rows(shards, WORLD_SIZE, BLOCK_M)
+    is_own, is_after = tile_m < own, tile_m < own + after
+    start = begin - (own + after + before - tile_m) * BLOCK_M
+    start = tl.where(is_after, end + (tile_m - own) * BLOCK_M, start)
+    start = tl.where(is_own, begin + tile_m * BLOCK_M, start)
+    stop = tl.minimum(start + BLOCK_M, tl.where(is_own, end, tl.where(is_after, M, begin)))
+    numbers = start + tl.arange(0, BLOCK_M)
+    inside = (numbers >= 0) & (numbers < stop)
+    # Counted from the rank's own first row.
+    first = tl.maximum(start, 0) - begin
+    first = tl.where(first < 0, first + M, first)
+    last = first + stop - tl.maximum(start, 0) - 1
+    row = start - tl.where(is_own, begin, 0)
+    scales = numbers
+    if SCALED:
+        nearby = tl.where(is_own, row + tl.arange(0, BLOCK_M), 0).to(tl.int64)
+        scales = own_scales.ptr + nearby * own_scales.stride
+        scales = tl.where(is_own, scales, gathered.scales + numbers.to(tl.int64))
+    return TileRows(numbers, scales, numbers, inside, first, last), is_own, row
 
 
 @triton.jit

@@ -97,7 +97,7 @@ def described(
     """Descriptors of every x (M, K) and w (K, N), if they are `wanted` and all allow it.
 
     Only for operands that nobody writes while the kernel runs: copies by descriptor are not ordered
-    by the acquire of a signal.
+    by the acquire of a signal (`flattened.order_descriptors` orders those of gathered rows).
 
     Args:
         row_starts: rows of x at which tiles may start, besides row 0.
@@ -129,3 +129,20 @@ def described_weights(
         return [None, None], False
     made = [_describe(w, (tiling.block_k, tiling.block_n)) for w in weights]
     return [desc for desc, _ in made] + [None] * (2 - count), made[0][1]
+
+
+def described_rows(
+    x: torch.Tensor, gathered: torch.Tensor, tiling: Tiling, wanted: bool
+) -> list[Any]:
+    """Descriptors of x (m, K), and of `gathered` (M, K), or Nones.
+
+    Hardware takes no empty matrix: where x is one, of which no tile reads, `gathered` stands there.
+    """
+    x = x if x.numel() else gathered
+    rows = [x, gathered]
+    if not (
+        wanted and gathered.numel() and all(r.stride(1) == 1 and _describable(r) for r in rows)
+    ):
+        return [None, None]
+    shape = [tiling.block_m, tiling.block_k]
+    return [TensorDescriptor.from_tensor(each, shape) for each in rows]

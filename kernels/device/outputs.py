@@ -37,17 +37,25 @@ def finish_tile(
     N,
     WEIGHT: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    WIDEST: tl.constexpr = 128,
 ):
     """Store activation(acc * scales + bias) and, where wanted, its argument first."""
-    if acc.shape[1] > 128:
+    if acc.shape[1] > WIDEST:
         # In quarters: with erf or exp a whole tile does not fit in registers.
-        left, right = tiles.halves(acc)
         for quarter in tl.static_range(4):
-            even, odd = tiles.halves(left if quarter < 2 else right)
-            part, start = even if quarter % 2 == 0 else odd, quarter * (acc.shape[1] // 4)
-            _finish(out, part, second, rows, start_n + start, N, WEIGHT, ACTIVATION)
+            part, start = _quarter(acc, quarter), start_n + quarter * (acc.shape[1] // 4)
+            other = _quarter(second, quarter) if ACTIVATION == "swiglu" else second
+            _finish(out, part, other, rows, start, N, WEIGHT, ACTIVATION)
     else:
         _finish(out, acc, second, rows, start_n, N, WEIGHT, ACTIVATION)
+
+
+@triton.jit
+def _quarter(values, QUARTER: tl.constexpr):
+    """That quarter of the columns."""
+    left, right = tiles.halves(values)
+    left, right = tiles.halves(left if QUARTER < 2 else right)
+    return left if QUARTER % 2 == 0 else right
 
 
 @triton.jit

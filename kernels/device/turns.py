@@ -32,9 +32,15 @@ from weft.collectives.device import signals
 
 
 @triton.jit
+def follows(program, programs, SENDERS: tl.constexpr):
+    """Whether `program` sends after the one before it, not first in its line."""
+    return program % ((programs + SENDERS - 1) // SENDERS) > 0
+
+
+@triton.jit
 def wait(link, rank, program, generation, sends, WORLD_SIZE: tl.constexpr, SENDERS: tl.constexpr):
     """Wait for the turn of `program` before its send number `sends` (from 0)."""
-    if program % ((tl.num_programs(0) + SENDERS - 1) // SENDERS) > 0:
+    if follows(program, tl.num_programs(0), SENDERS):
         before = signals.slot_ptr(link.signal_ptrs, rank, WORLD_SIZE, 1, rank, program - 1)
         own_pad = signals.peer_ptr(link.signal_ptrs, rank, tl.int64)
         signals.wait_local(own_pad, before, (generation << 32) + sends + 1, link.timeout_ns)

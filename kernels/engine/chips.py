@@ -116,6 +116,11 @@ def _chip_behind(device: torch.device) -> Chip:
     )
 
 
+def name_of(device: torch.device) -> str:
+    """What its maker calls a GPU, as the driver tells; empty where there is none."""
+    return torch.cuda.get_device_name(device) if torch.cuda.is_available() else ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
     """How Triton compiles a kernel.

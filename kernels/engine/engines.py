@@ -12,17 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import torch
 
 from weft import settings
 from weft.collectives import Group, cost
+from weft.collectives.prices import hardware, library
+from weft.collectives.prices.hardware import Hardware
+from weft.collectives.protocols import COLLECTIVE_OF, moved_bytes, nccl_us
 from weft.collectives.ranks import caches
 from weft.collectives.ranks.group import kept_by_group
 from weft.collectives.ranks.reports import check_all
-from weft.kernels.engine import kernel_rates, tuning
-from weft.kernels.engine.chips import ONE_SHOT_BYTES, chip_of, gathers_by_copy_engines
+from weft.kernels.engine import fused_times, kernel_rates, tuning
+from weft.kernels.engine.chips import chip_of, name_of
 
 RunnableEngine = Literal["triton", "host", "generic"]
 
@@ -155,7 +159,7 @@ def _cheapest(problem: Problem, group: Group, device: torch.device) -> tuple[Run
     prices = predict(problem, group, device)
     # On GPUs the host engine is for what the kernel cannot do: in virtual time it is slower.
     offered = [engine for engine in prices if engine in (fused, "generic")]
-    best = min(offered, key=lambda engine: prices[engine].beyond_us)
+    best = min(offered, key=lambda engine: prices[engine].score)
     return best, _compared(best, prices)
 
 
@@ -184,13 +188,14 @@ class Price:
     """Predicted time of one engine and how it is made up, as `weft bench explain` prints it.
 
     Attributes:
-        beyond_us: what engines are compared by: the time beyond the matmul, from what every rank
-            knows. Uneven parts of a weight, which ranks do not know of each other, do not count.
+        score: what engines are compared by, less is better, from what every rank knows. Uneven
+            parts of a weight, which ranks do not know of each other, do not count: us beyond the
+            matmul, or of fused matmuls on GPUs the most that it takes of the best one's time.
         rule: how the parts make up `us`.
     """
 
     us: float
-    beyond_us: float
+    score: float
     parts: tuple[Part, ...]
     rule: str = "one after the other"
 
@@ -199,7 +204,7 @@ def predict(problem: Problem, group: Group, device: torch.device) -> Mapping[Run
     """Predicted time of each engine. Interpreted kernels are not offered: they are for tests."""
     rates = cost.machine(group, device)
     if group.why:
-        return {"generic": _by_process_group(problem, group, device, rates)}
+        return {"generic": _by_process_group(problem, rates)}
     if not group.on_gpus(device):
         return _on_cpu(problem, group, device, rates)
     return _on_gpus(problem, group, device, rates)
@@ -208,95 +213,136 @@ def predict(problem: Problem, group: Group, device: torch.device) -> Mapping[Run
 def _on_gpus(
     problem: Problem, group: Group, device: torch.device, rates: cost.Machine
 ) -> dict[RunnableEngine, Price]:
-    """Transfers overlap with the matmul; what does not was found in virtual time (docs/scaling.md).
-
-    The fused gather waits for its first shards and ends with whole tiles, which costs about 2 empty
-    exchanges and a third of a tile, or 16 and a 16th by copy engines. Fused sums are compared by
-    their worst case, multiplying first and transferring then, without the matmul: ranks may differ
-    in K.
-    """
+    """Transfers overlap with the matmul."""
+    if problem.op in tuning.OPS:
+        return _fused_matmul(problem, group, device, rates)
     W, matmul, sync = group.world_size, _matmul(problem, rates), rates.sync_us
-    moved, (packed, start) = _moved(rates, problem.moved_bytes), _fused(problem, W, device, rates)
-    kernel = _by_kernel(problem, matmul, W, device)
-    # Each signal of the host engine is a kernel there.
-    signals = Part("signals", 4 * W * sync, f"{4 * W} of {sync:.3g} us")
-    first = Part("first shard", moved.us / W, f"1/{W} of the transfers, which nothing hides")
-    triton_us = max(kernel.us, packed.us) + start.us
-    host_us = max(matmul.us, moved.us) + first.us + signals.us
-    generic = _by_process_group(problem, group, device, rates)
-    beyond = {"triton": triton_us, "host": host_us, "generic": generic.us}
-    if problem.op == "all_gather_matmul":
-        beyond = {"triton": start.us, "host": first.us + signals.us, "generic": generic.beyond_us}
-    elif problem.op in _SUMS:
-        beyond = {"triton": packed.us + start.us, "host": moved.us + signals.us}
-        beyond["generic"] = generic.beyond_us
+    moved = _moved(rates, problem.moved_bytes)
+    how = f"{matmul.how}, at {kernel_rates.GUESS:.0%} of that (assumed)"
+    kernel = Part("matmul", matmul.us / kernel_rates.GUESS, how)
+    start = Part("signals", 2 * sync, f"2 of {sync:.3g} us")
+    triton_us = max(kernel.us, moved.us) + start.us
+    apart = _by_process_group(problem, rates)
     rule = "the longer of matmul and transfers, then the rest"
     prices: dict[RunnableEngine, Price] = {
-        "triton": Price(triton_us, beyond["triton"], (kernel, packed, start), rule),
-        "host": Price(host_us, beyond["host"], (matmul, moved, first, signals), rule),
-        "generic": replace(generic, beyond_us=beyond["generic"]),
+        "triton": Price(triton_us, triton_us, (kernel, moved, start), rule),
+        "host": _by_copies(matmul, moved, W, sync),
+        "generic": replace(apart, score=apart.us),
     }
     if problem.host_refusal:
         del prices["host"]
     return prices
 
 
-def _fused(
-    problem: Problem, W: int, device: torch.device, rates: cost.Machine
-) -> tuple[Part, Part]:
-    """Transfers of the fused kernel, and what does not overlap with its matmul."""
-    sync, nbytes = rates.sync_us, problem.moved_bytes
-    start = Part("signals", 2 * sync, f"2 of {sync:.3g} us")
-    if problem.op == "all_gather_matmul":
-        tile = rates.flops_us(128, 256, problem.K, problem.dtype) * chip_of(device).cores
-        by_engines = gathers_by_copy_engines(problem.M, problem.K, problem.dtype, W)
-        syncs, share = (16, 16) if by_engines else (2, 3)
-        how = f"{syncs} of {sync:.3g} us, 1/{share} of a tile's {tile:.3g} us"
-        start = Part("first and last tiles", syncs * sync + tile / share, how)
-    elif problem.op in _SUMS:
-        # moved_bytes counts fp32; for results in half precision the kernels send 24 bits, unless
-        # they are asked for another dtype, which is counted.
-        narrow, wire = problem.dtype.itemsize < 4, problem.wire_dtype
-        counted = wire.itemsize if wire else 4
-        large = problem.M * problem.N * 4 > ONE_SHOT_BYTES
-        if problem.op == "matmul_all_reduce" and W > 2 and large:
-            partial = counted if wire or not narrow else 3
-            sent = partial + (2 if narrow else 4)  # bytes of a partial sum, and of the whole one
-            nbytes = nbytes * sent // (counted * W)
-            start = Part("signals of two shots", 4 * sync, f"4 of {sync:.3g} us")
-        elif narrow and wire is None:
-            nbytes = nbytes * 3 // 4
-    return _moved(rates, nbytes), start
+def _by_copies(matmul: Part, moved: Part, W: int, sync: float) -> Price:
+    """The host engine on GPUs, where each of its signals is a kernel."""
+    signals = Part("signals", 4 * W * sync, f"{4 * W} of {sync:.3g} us")
+    first = Part("first shard", moved.us / W, f"1/{W} of the transfers, which nothing hides")
+    us = max(matmul.us, moved.us) + first.us + signals.us
+    rule = "the longer of matmul and transfers, then the rest"
+    return Price(us, us, (matmul, moved, first, signals), rule)
 
 
-def _by_kernel(problem: Problem, matmul: Part, W: int, device: torch.device) -> Part:
-    """The matmul of the fused kernel."""
-    op, M, N, K, dtype = problem.op, problem.M, problem.N, problem.K, problem.dtype
-    rate, told = kernel_rates.GUESS, "assumed"
-    if op in tuning.OPS:
-        chip = chip_of(device)
-        rate, told = kernel_rates.rate_of(chip, kernel_rates.tile_of(op, chip, M, N, K, dtype, W))
-    return Part("matmul", matmul.us / rate, f"{matmul.how}, at {rate:.0%} of that ({told})")
-
-
-_SUMS = ("matmul_reduce_scatter", "matmul_all_reduce")
-
-
-def _by_process_group(
-    problem: Problem, group: Group, device: torch.device, rates: cost.Machine
-) -> Price:
+def _by_process_group(problem: Problem, rates: cost.Machine) -> Price:
     """Predicted time of the process group's collective and a matmul."""
-    nbytes = problem.moved_bytes
-    if problem.op == "matmul_all_reduce" and group.on_gpus(device):
-        nbytes = 2 * nbytes // group.world_size
-    wire = rates.wire_time_us(nbytes)
-    matmul = _matmul(problem, rates)
+    nbytes, matmul = problem.moved_bytes, _matmul(problem, rates)
     how = f"{_mib(nbytes)} at {rates.wire / 1e3:.3g} GB/s + {rates.wire_us:.3g} us"
-    parts = [matmul, Part("collective", wire, how)]
-    if problem.op in _SUMS and problem.dtype.itemsize < 4 and group.on_gpus(device):
-        parts.append(Part("rounding", rates.sync_us, f"a kernel more, {rates.sync_us:.3g} us"))
+    parts = matmul, Part("collective", rates.wire_time_us(nbytes), how)
     us = sum(part.us for part in parts)
-    return Price(us, us - matmul.us, tuple(parts))
+    return Price(us, us - matmul.us, parts)
+
+
+def _fused_matmul(
+    problem: Problem, group: Group, device: torch.device, rates: cost.Machine
+) -> dict[RunnableEngine, Price]:
+    """By the closed forms that virtual time is held against."""
+    W, dtype = group.world_size, fused_times.name_of(problem.dtype)
+    chip = hardware_of(group, device, rates)
+    sizes = problem.op, problem.M, problem.N, problem.K
+    made = fused_times.fused_time(*sizes, dtype, chip, W, wire=problem.wire_dtype)
+    nbytes = fused_times.sent_bytes(*sizes, dtype, W, made.way, problem.wire_dtype)
+    rate = f"at {chip.flops[dtype] * chip.sustained / 1e12:.3g} TFLOP/s"
+    flop = f"2 x {problem.M} x {problem.N} x {problem.K} flop {rate}"
+    parts = (
+        Part("matmul", made.matmul_us, f"{flop}, at {made.rate:.0%} of that ({made.told})"),
+        Part("transfers", made.link_us, f"{_mib(nbytes)} at {chip.link_rate(W) / 1e3:.3g} GB/s"),
+        Part("not hidden", made.us - max(made.matmul_us, made.link_us), made.way),
+    )
+    most = regrets(problem, chip, W)
+    apart = unfused_parts(problem, chip, W)
+    rule = "the longer of matmul and transfers, then the rest"
+    prices: dict[RunnableEngine, Price] = {
+        "triton": Price(made.us, most["triton"], parts, rule),
+        "generic": Price(sum(part.us for part in apart), most["generic"], apart),
+    }
+    if not problem.host_refusal:
+        moved = _moved(rates, problem.moved_bytes)
+        prices["host"] = _by_copies(apart[0], moved, W, rates.sync_us)
+    return prices
+
+
+def unfused_parts(problem: Problem, chip: Hardware, W: int) -> tuple[Part, ...]:
+    """A matmul by the library, and the process group's collective: the generic engine."""
+    M, N, K, op = problem.M, problem.N, problem.K, COLLECTIVE_OF[problem.op]
+    size, dtype = problem.dtype.itemsize, fused_times.name_of(problem.dtype)
+    summed = op != "all_gather"
+    wire = problem.wire_dtype.itemsize if problem.wire_dtype else max(size, 4)
+    nbytes = moved_bytes(problem.op, M, N, K, wire if summed else size)
+    matmul = library.matmul_us(chip, M, N, K, dtype)
+    parts = [
+        Part("matmul", matmul, f"2 x {M} x {N} x {K} flop by the library"),
+        Part("collective", nccl_us(op, nbytes, chip.fabric(W)), f"{op} of {_mib(nbytes)} by NCCL"),
+    ]
+    if summed and size < wire:
+        rows = M // W if op == "reduce_scatter" else M
+        us = chip.launch_us + library.moved_us(chip, rows * N * (wire + size))
+        parts.append(Part("rounding", us, "a kernel more"))
+    return tuple(parts)
+
+
+# Of the dim that ranks have parts of, maybe uneven ones, sizes that layers have on all of them,
+# relative to the other dim: of projections of attention, and of feed-forward layers.
+_OWN_SIZES = (1.0, 2.0, 4.0)
+
+
+def regrets(problem: Problem, chip: Hardware, W: int) -> dict[RunnableEngine, float]:
+    """The most that each engine takes of the quickest one's time, over sizes of the dim that only a
+    rank itself knows: the columns of a weight in a gather, the contraction in a sum.
+    """
+    return dict(_regrets(_with_own(problem, 1.0), chip, W))
+
+
+def _with_own(problem: Problem, part: float) -> Problem:
+    """The dim that only a rank knows, relative to the one that all know."""
+    if problem.op == "all_gather_matmul":
+        return replace(problem, N=max(1, round(problem.K * part)))
+    return replace(problem, K=max(1, round(problem.N * part)))
+
+
+@lru_cache(maxsize=4096)
+def _regrets(problem: Problem, chip: Hardware, W: int) -> tuple[tuple[RunnableEngine, float], ...]:
+    most: dict[RunnableEngine, float] = {"triton": 0.0, "generic": 0.0}
+    for part in _OWN_SIZES:
+        tried = _with_own(problem, part / W)
+        sizes = tried.op, tried.M, tried.N, tried.K, fused_times.name_of(tried.dtype)
+        us: dict[RunnableEngine, float] = {
+            "triton": fused_times.fused_time(*sizes, chip, W, wire=tried.wire_dtype).us,
+            "generic": sum(each.us for each in unfused_parts(tried, chip, W)),
+        }
+        for engine, each in us.items():
+            most[engine] = max(most[engine], each / min(us.values()))
+    return tuple(most.items())
+
+
+def hardware_of(group: Group, device: torch.device, rates: cost.Machine) -> Hardware:
+    """The chips that a group's ranks have, or stand for, with what was measured of them."""
+    W, chip = group.world_size, chip_of(device)
+    if group.virtual is not None and group.virtual.hardware is not None:
+        found = group.virtual.hardware
+    else:
+        found = hardware.measured(name_of(device), chip.family, rates, W)
+        found = replace(found, cores=chip.cores)
+    return found if found.ranks >= W else replace(found, ranks=W)
 
 
 def _on_cpu(
@@ -311,10 +357,10 @@ def _on_cpu(
     matmul, moved = _matmul(problem, rates), _moved(rates, problem.moved_bytes)
     signals = Part("signals", 2 * rates.sync_us, f"2 of {rates.sync_us:.3g} us")
     beyond_us = fused_us(problem.moved_bytes, rates)
-    generic = _by_process_group(problem, group, device, rates)
+    generic = _by_process_group(problem, rates)
     return {
         "host": Price(matmul.us + beyond_us, beyond_us, (matmul, moved, signals)),
-        "generic": replace(generic, beyond_us=collective_us(problem.moved_bytes, rates)),
+        "generic": replace(generic, score=collective_us(problem.moved_bytes, rates)),
     }
 
 

@@ -1,50 +1,252 @@
-"""Times of weft's fused matmuls in closed form, for when playing a trace would take too long.
+"""Times of weft's fused matmuls in closed form: what `auto` goes by, where a trace takes too long.
 
-    all_gather_matmul, matmul_reduce_scatter     longer + 0.3 shorter + 15 us
-    matmul_all_reduce                            matmul + link + 8 us
+    longer + share * shorter + tiles * tile + fills * fill + launch + exchanges * latency
 
-of the matmul's tiles in whole waves and the bytes on a link. The three constants are fitted to
-virtual time: to `docs/scaling.md`'s rows for the H100, which a test compares.
+of the matmul's tiles in whole waves and the bytes on a link. The constants are those of a way to
+launch (`_WAYS`), not of a chip or a shape, and fitted to virtual time on 8 H100, `docs/scaling.md`;
+`tests/sim/test_closed_forms.py` holds them against these, and against other ranks and chips.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
+import torch
+
 from weft.collectives.prices import library
 from weft.collectives.prices.hardware import Hardware
+from weft.kernels.engine import kernel_rates
+from weft.kernels.engine.chips import (
+    ONE_SHOT_BYTES,
+    Chip,
+    Tiling,
+    gathers_by_copy_engines,
+    known,
+    scatters_in_one_shot,
+    tiling_for,
+)
 
 # Rate of Triton's matmuls relative to the library's, over the published pairs of symm-mem-recipes
 # (0.84 to 1.01) [fit], and the guess of `weft.kernels.engine.kernel_rates`.
 TRITON_RATE = 0.95
 # Bytes of a partial sum and of a whole one, in half precision: `weft.kernels.device.partial_sums`.
 _PARTIAL, _WHOLE = 3, 2
-_ONE_SHOT_BYTES = 128 << 10  # `chips.ONE_SHOT_BYTES`, of fp32 sums
-_HIDDEN, _START_US, _SUM_START_US = 0.7, 15.0, 8.0
+_MOST_SPLIT = 8  # `weft.kernels.device.splits`
+# `weft.kernels.matmul.copy_engines`: streams, and what each fetches first; a program's block.
+_STREAMS, _FIRST_COPY, _BLOCK = 3, 4 << 20, 64 << 10
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How a kernel moves its data, and what that costs apart from the longer of its two halves.
+
+    Attributes:
+        shorter: share of the shorter half that is not hidden.
+        tiles: of a tile's time, at the end or while the first rows come.
+        fills: of the time in which the link takes what must be moved before all programs are busy.
+        exchanges: signals that are waited for, after a launch.
+    """
+
+    shorter: float
+    tiles: float
+    fills: float
+    exchanges: float
+
+
+_WAYS = {
+    "copy programs": _Way(0.25, 0.4, 0.0, 4.2),
+    "copy engines": _Way(0.08, 0.0, 1.0, 5.0),  # the first copies
+    "chunks": _Way(0.16, 0.0, 0.9, 8.0),  # a tile of each program, which take turns
+    "one shot": _Way(0.56, 0.24, 0.0, 3.2),
+    "two shots": _Way(1.1, 0.0, 0.0, 2.4),
+}
+
+
+@dataclass(frozen=True)
+class FusedTime:
+    """A fused matmul's time in us: its tiles, its bytes on the link, and both with the rest.
+
+    Attributes:
+        rate, told: of the multiplications relative to the library's, and where that is from.
+    """
+
+    way: str
+    matmul_us: float
+    link_us: float
+    us: float
+    rate: float
+    told: str
 
 
 def fused_us(op: str, M: int, N: int, K: int, dtype: str, hardware: Hardware, ranks: int) -> float:
-    """weft's triton engine; (M, K) @ (K, N) is one rank's product.
+    """weft's triton engine as it is launched; (M, K) @ (K, N) is one rank's product.
 
     Raises:
         ValueError: another op; more ranks than the hardware has.
     """
-    matmul = library.matmul_us(hardware, M, N, K, dtype, TRITON_RATE, fill=0.0, saved=0.0)
-    link = sent_bytes(op, M, N, K, dtype, ranks) / hardware.link_rate(ranks)
-    if op == "matmul_all_reduce":
-        return matmul + link + _SUM_START_US
-    return max(matmul, link) + (1 - _HIDDEN) * min(matmul, link) + _START_US
+    return fused_time(op, M, N, K, dtype, hardware, ranks).us
 
 
-def sent_bytes(op: str, M: int, N: int, K: int, dtype: str, ranks: int) -> float:
-    """Through a rank's port."""
-    size = {"float8": 1, "float32": 4}.get(dtype, 2)
-    partial, whole = (4, 4) if dtype == "float32" else (_PARTIAL, _WHOLE)
-    others = ranks - 1
+def fused_time(
+    op: str,
+    M: int,
+    N: int,
+    K: int,
+    dtype: str,
+    hardware: Hardware,
+    ranks: int,
+    way: str = "",
+    tiling: Tiling | None = None,
+    rate: float | None = None,
+    wire: torch.dtype | None = None,
+) -> FusedTime:
+    """As `fused_us`, in another way to move data or other tiles than the kernel would have.
+
+    Args:
+        way: one of `ways(op, ranks)`.
+        rate: of Triton's matmuls, relative to the library's; None: what was measured of such tiles
+            on such a chip, else a guess.
+        wire: in which partial sums travel, if not in 24 bits (fp32: in its own).
+    """
+    chip = _chip(hardware)
+    of = _torch(dtype)
+    way = way or _way_of(op, chip, M, N, K, of, ranks)
+    if tiling is None:
+        tiling = _tiling_of(op, way, chip, M, N, K, of, ranks)
+    rows, columns, wave = tiling.block_m, tiling.block_n, hardware.cores
+    count = -(-M // rows) * -(-N // columns)
+    if way == "chunks":
+        chunk = -(-M // ranks)
+        count = ranks * -(-chunk // rows) * -(-N // columns)
+    elif way == "copy engines":
+        wave -= 1
+    elif way == "copy programs":
+        wave -= wave // 8
+    told = "given"
+    if rate is None:
+        rate, told = kernel_rates.rate_of(chip, _tile(tiling, of))
+    count = max(count, 1)
+    split = 1
+    if way == "one shot":
+        split = max(1, min(_MOST_SPLIT, wave // count, K // (2 * tiling.block_k)))
+    core = hardware.core_flops_per_us(dtype) * library.UNDER_POWER * rate
+    read = (rows + columns) * K * of.itemsize
+    dots = 2 * rows * columns * K / core
+    tile = max(dots, read / (hardware.core_bandwidth / 1e6)) / split
+    full, partial = divmod(count * split, wave)
+    waves: float = full + (partial > 0)
+    if way == "copy engines" and columns >= 128 and 0 < 2 * partial <= wave:
+        waves = full + 0.5  # in halves of their columns
+    touched = of.itemsize * (M * K + K * N) + max(of.itemsize, 2) * M * N
+    matmul = max(
+        waves * tile,
+        count * read / (hardware.l2_bandwidth / 1e6),
+        touched / (hardware.hbm_bandwidth / 1e6),
+    )
+    port = hardware.link_rate(ranks)
+    link = sent_bytes(op, M, N, K, dtype, ranks, way, wire)
+    if way == "one shot":
+        link *= -(-M // rows) * rows / max(M, 1)  # whole tiles
+    link /= port
+    latency, fill = hardware.hbm_latency_us + 2 * hardware.link_latency_us, 0.0
     if op == "all_gather_matmul":
-        return M * K * size * others / ranks
+        at_once = min(_STREAMS, ranks - 1)
+        if hardware.topology == "mesh":  # of whose links those of few peers are busy
+            peer = port / max(ranks - 1, 1)
+            link = M * K * of.itemsize / ranks * -(-(ranks - 1) // max(at_once, 1)) / peer
+            port = at_once * peer
+        if way == "copy engines":
+            fill = _FIRST_COPY * at_once / port
+        else:  # a block after the other
+            programs = max(1, hardware.cores // 8)
+            blocks = sent_bytes(op, M, N, K, dtype, ranks) / _BLOCK / programs
+            link = max(link, blocks * (latency + 2 * _BLOCK / (hardware.core_bandwidth / 1e6)))
+    elif way == "chunks":
+        sent = link * port / max(M * N, 1)  # bytes of a partial sum, but for what stays
+        fill = min(count, wave) * rows * columns * sent / port
+    cost = _WAYS[way]
+    us = max(matmul, link) + cost.shorter * min(matmul, link)
+    us += cost.tiles * tile + cost.fills * fill
+    us += hardware.launch_us + cost.exchanges * latency
+    return FusedTime(way, matmul, link, us, rate, told)
+
+
+def _chip(hardware: Hardware) -> Chip:
+    return replace(known(hardware.chip), cores=hardware.cores)
+
+
+def _tile(tiling: Tiling, dtype: torch.dtype) -> kernel_rates.Tile:
+    name = str(dtype).removeprefix("torch.")
+    return kernel_rates.Tile(name, tiling.block_m, tiling.block_n, tiling.block_k)
+
+
+def ways(op: str, ranks: int) -> tuple[str, ...]:
+    """In which the kernels of an op can move data.
+
+    Raises:
+        ValueError: another op.
+    """
+    if op == "all_gather_matmul":
+        return "copy programs", "copy engines"
+    if op == "matmul_reduce_scatter":
+        return "one shot", "chunks"
+    if op != "matmul_all_reduce":
+        raise ValueError(f"closed forms are of the three fused matmuls, got {op!r}")
+    return ("one shot",) if ranks <= 2 else ("one shot", "two shots")
+
+
+def _way_of(op: str, chip: Chip, M: int, N: int, K: int, dtype: torch.dtype, ranks: int) -> str:
+    """That of the launch."""
+    small, large = (*ways(op, ranks), "")[:2]
+    if op == "all_gather_matmul":
+        return large if gathers_by_copy_engines(M, K, dtype, ranks) else small
+    if op == "matmul_reduce_scatter":
+        return small if scatters_in_one_shot(chip, -(-M // ranks), N, dtype, ranks, None) else large
+    return small if ranks <= 2 or M * N * 4 <= ONE_SHOT_BYTES else large
+
+
+def _tiling_of(
+    op: str, way: str, chip: Chip, M: int, N: int, K: int, dtype: torch.dtype, ranks: int
+) -> Tiling:
+    if way == _way_of(op, chip, M, N, K, dtype, ranks):
+        tile = kernel_rates.tile_of(op, chip, M, N, K, dtype, ranks)
+        return Tiling(tile.block_m, tile.block_n, tile.block_k)
+    if way == "chunks":
+        return tiling_for(chip, -(-M // ranks), N, dtype, ranks)
+    return tiling_for(chip, M, N, dtype)
+
+
+def sent_bytes(
+    op: str,
+    M: int,
+    N: int,
+    K: int,
+    dtype: str,
+    ranks: int,
+    way: str = "",
+    wire: torch.dtype | None = None,
+) -> float:
+    """Through a rank's port; `way` and `wire` as in `fused_time`."""
+    partial, whole = (4, 4) if dtype == "float32" else (_PARTIAL, _WHOLE)
+    if wire is not None:
+        partial = wire.itemsize
+    others = ranks - 1
+    small, *_ = ways(op, ranks)
+    if op == "all_gather_matmul":
+        return M * K * _torch(dtype).itemsize * others / ranks
     if op == "matmul_reduce_scatter":
         return M * N * partial * others / ranks
-    if op != "matmul_all_reduce":
-        raise ValueError(f"fused_us is of the three fused matmuls, got {op!r}")
-    if M * N * 4 <= _ONE_SHOT_BYTES or ranks == 2:
+    if way == small or (not way and (M * N * 4 <= ONE_SHOT_BYTES or ranks == 2)):
         return M * N * partial * others
     return M * N * (partial + whole) * others / ranks
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """As `Hardware.flops` has it."""
+    return "float8" if dtype.itemsize == 1 else str(dtype).removeprefix("torch.")
+
+
+def _torch(dtype: str) -> torch.dtype:
+    names = {"float8": "float8_e4m3fn", "tf32": "float32"}
+    found: torch.dtype = getattr(torch, names.get(dtype, dtype))
+    return found

@@ -200,13 +200,6 @@ def launch(
 
 
 @triton.jit
-def begin_ring(keys, tables, link, scale, rank):
-    """What a kernel starts with: the call as it knows it."""
-    generation = signals.begin_call(link.signal_ptrs, rank)
-    return Ring(link, rank, generation, keys, tables.words, tables.sees, tables.seen_by, scale)
-
-
-@triton.jit
 def area_ptr(ring, owner, offset, dtype: tl.constexpr):
     """Where the half of `owner` has what begins `offset` bytes into it."""
     link = ring.link

@@ -150,7 +150,9 @@ def _ring_attention_backward_kernel(
     Example: 2 ranks with 48 keys each, one head, dkv_n=32, 3 programs of which 1 copies, stagger 2:
     programs 1 and 2 make keys 0 .. 31 and 32 .. 47 of either owner, on both ranks; then dq.
     """
-    ring = ring_call.begin_ring(keys, tables, link, scale, rank)
+    generation = signals.begin_call(link.signal_ptrs, rank)
+    words, sees, seen_by = tables.words, tables.sees, tables.seen_by
+    ring = ring_call.Ring(link, rank, generation, keys, words, sees, seen_by, scale)
     if tl.program_id(0) < SHAPE.config.copy_programs:
         ring_keys.publish_keys(ring, SHAPE)
         ring_keys.signal_published(ring, SHAPE)

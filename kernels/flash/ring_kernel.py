@@ -197,7 +197,9 @@ def _ring_attention_kernel(
     which 1 copies. On rank 0, program 1 makes queries 32 .. 47 and program 2 queries 0 .. 31, from
     own keys; on rank 1 both then wait for rank 0's.
     """
-    ring = ring_call.begin_ring(keys, tables, link, scale, rank)
+    generation = signals.begin_call(link.signal_ptrs, rank)
+    words, sees, seen_by = tables.words, tables.sees, tables.seen_by
+    ring = ring_call.Ring(link, rank, generation, keys, words, sees, seen_by, scale)
     D: tl.constexpr = SHAPE.head_dim
     BLOCK_M: tl.constexpr = SHAPE.config.block_m
     if tl.program_id(0) < SHAPE.config.copy_programs:

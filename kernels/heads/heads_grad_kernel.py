@@ -136,7 +136,9 @@ def _head_attention_backward_kernel(
     and a part of dk and dv of the head of keys, which goes to slot 0 of each owner; rank 1 fills
     slot 1. dk = slot 0 + slot 1.
     """
-    ring = ring_call.begin_ring(keys, tables, link, scale, rank)
+    generation = signals.begin_call(link.signal_ptrs, rank)
+    words, sees, seen_by = tables.words, tables.sees, tables.seen_by
+    ring = ring_call.Ring(link, rank, generation, keys, words, sees, seen_by, scale)
     call, H = GradCall(queries, fetched, areas, B), queries.H
     if tl.program_id(0) < SHAPE.config.copy_programs:
         publish_all(out_ptr, dlse_ptr, call, ring, SHAPE)

@@ -107,7 +107,9 @@ def _head_attention_kernel(
     has head 0: of the tokens of rank 1, program 1 makes 80 .. 95 and program 2 makes 48 .. 79; then
     of its own, 32 .. 47 and 0 .. 31. Programs 1 and 2 of rank 1 bring it the same of head 1.
     """
-    ring = ring_call.begin_ring(keys, tables, link, scale, rank)
+    generation = signals.begin_call(link.signal_ptrs, rank)
+    words, sees, seen_by = tables.words, tables.sees, tables.seen_by
+    ring = ring_call.Ring(link, rank, generation, keys, words, sees, seen_by, scale)
     D: tl.constexpr = SHAPE.head_dim
     PITCH: tl.constexpr = SHAPE.pitch
     SPANS: tl.constexpr = SHAPE.spans

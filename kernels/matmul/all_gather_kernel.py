@@ -9,7 +9,8 @@ rounded once.
     y (M, N)     = silu([x_0; x_1; ...] @ w_0 + bias_0) * ([x_0; x_1; ...] @ w_1 + bias_1)
 
 Tiles count rows cyclically from the rank's own first row, so that a rank starts with the rows that
-it already has and goes on with those of rank+1. A tile may straddle shards. For W = 3, on rank 1:
+it already has and goes on with those of rank+1. A tile may straddle shards, unless descriptors read
+its rows (`gathered_tiles`). For W = 3, on rank 1:
 
     tile         0       1       2       3       4      ...
     rows    | x_1         | x_2           | x_0              |
@@ -45,110 +46,19 @@ anything else. That halves are not overwritten too early is shown in `gathers`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
 from weft.collectives.device import signals
-from weft.kernels.device import gathers, splits, tiles
-from weft.kernels.device.gathered_rows import own_shard, rows_of_tile, wait_for_rows
-from weft.kernels.device.outputs import finish_tile
-from weft.kernels.engine.chips import Tiling
-from weft.kernels.engine.epilogues import Activation
-
-
-@dataclass(frozen=True)
-class GatherVariant:
-    """What the kernel is compiled for.
-
-    Attributes:
-        weights: how many.
-        activation: see `weft.kernels.engine.epilogues`; swiglu makes one output of two weights.
-        half_tiles: tiles of half the columns.
-        tiles: tiles of the matmul.
-        fetch: how shards are fetched.
-        direct: whether rows are read in place at their owners.
-        split: programs that share a tile.
-        halved: 1 if some tiles are made in halves, first of all, else 0.
-        x_in_place: whether the rank's own rows are read in x, not as they were published.
-        w_transposed: whether descriptors are of the transposes.
-        even_k: whether K is whole steps of the tiles.
-    """
-
-    weights: int
-    activation: Activation | None
-    half_tiles: Tiling
-    tiles: Tiling
-    fetch: gathers.Fetch
-    direct: bool
-    split: int
-    halved: int
-    x_in_place: bool
-    w_transposed: bool
-    even_k: bool
-
-    @property
-    def pair(self) -> bool:
-        """Whether one output is made of two sums."""
-        return self.activation == "swiglu"
-
-    @property
-    def outputs(self) -> int:
-        """How many outputs there are."""
-        return 1 if self.pair else self.weights
-
-
-class Weights(NamedTuple):
-    """What a tile multiplies its rows with: one Matrix or two, and their descriptors, or None."""
-
-    w: Any
-    w2: Any
-    desc: Any
-    desc2: Any
-
-
-@triton.jit
-def _sums_of_tile(
-    shards, rows, weights, scratch_ptr, tile, part, start_n, N, came, HALVES: tl.constexpr,
-    V: tl.constexpr,
-):  # fmt: skip
-    """rows @ w, as the rows arrive, and whether it is whole: all came, and no program has more.
-
-    Two sums if there are two weights, else the first one twice: Triton 3.6 cannot return None.
-    """
-    TILES: tl.constexpr = V.half_tiles if HALVES else V.tiles
-    FETCH: tl.constexpr = V.fetch
-    SPLIT: tl.constexpr = V.split
-    PARTS: tl.constexpr = FETCH.parts
-    PAIR: tl.constexpr = V.pair
-    EVEN_K: tl.constexpr = V.even_k
-    W_TRANSPOSED: tl.constexpr = V.w_transposed
-    whole = came
-    acc = tiles.zeros(TILES.block_m, TILES.block_n)
-    second = acc if PAIR else None
-    for k_part in range(PARTS):
-        if not V.direct:
-            whole &= wait_for_rows(shards, rows, k_part, FETCH)
-        first_k, last_k = splits.part_of(
-            shards.columns, part + k_part, TILES.block_k, SPLIT * PARTS
-        )
-        acc, other = tiles.accumulate(
-            acc, second, rows.ptrs, 1, None, 0, weights.w, weights.w2, weights.desc, weights.desc2,
-            start_n, N, first_k, 0, tl.where(whole, last_k, first_k),
-            TILES, EVEN_K, False, W_TRANSPOSED,
-        )  # fmt: skip
-        if PAIR:
-            second = other
-    if SPLIT > 1:
-        program, link, rank = tl.program_id(0), shards.link, shards.rank
-        acc, second, last = splits.add_up(
-            acc, second, scratch_ptr, tile, part, program, link, rank, shards.generation,
-            FETCH.world_size, SPLIT,
-        )  # fmt: skip
-        whole &= last
-    return acc, second if PAIR else acc, whole
+from weft.kernels.device import flattened, gathers, tiles
+from weft.kernels.device.gathered_rows import own_shard, tile_rows
+from weft.kernels.device.gathered_tiles import (
+    TiledGather,
+    begin_tile,
+    finish_described,
+    items_of,
+    tiles_by_pointers,
+)
 
 
 @triton.jit(do_not_specialize=["scales_at", "chunk_rows", "rank", "halved"])
@@ -157,6 +67,8 @@ def ag_gemm_kernel(
     gathered,  # Rows of (M, K)
     x,  # Matrix (m_local, K)
     x_scales,  # of its rows
+    x_desc,  # descriptors of x and of `gathered`, or None
+    gathered_desc,
     weights,  # Matrix (K, N_i)
     w_desc,  # descriptors of the first two, or None
     w2_desc,
@@ -191,9 +103,7 @@ def ag_gemm_kernel(
     HALVED: tl.constexpr = V.halved
     FETCH: tl.constexpr = V.fetch
     DIRECT: tl.constexpr = V.direct
-    SPLIT: tl.constexpr = V.split
-    PAIR: tl.constexpr = V.pair
-    ACTIVATION: tl.constexpr = V.activation
+    DESCRIBED: tl.constexpr = V.described
     X_IN_PLACE: tl.constexpr = V.x_in_place
     program, programs = tl.program_id(0), tl.num_programs(0) - COPIES
     M, tiles_n = offsets[W], 0
@@ -205,6 +115,13 @@ def ag_gemm_kernel(
         gathers.fetch_shards(shards, gathered, group_rows, FETCH)
     if program >= COPIES:
         tiles_m = tiles.cdiv(M, BLOCK_M)
+        if DESCRIBED:
+            own_m, after_m, before_m = tile_rows(shards, W, BLOCK_M)
+            tiles_m = own_m + after_m + before_m
+        call = TiledGather(
+            shards, out, Ns, x_scales, gathered, x_desc, gathered_desc,
+            halved if HALVED else 0, tiles_m, tiles_n,
+        )  # fmt: skip
         own = own_shard(shards, x, X_IN_PLACE)
         came = True
         if DIRECT:
@@ -213,48 +130,35 @@ def ag_gemm_kernel(
             )
         # The first tiles in halves, then the others whole.
         for HALVES in tl.static_range(HALVED, -1, -1):
-            items = tiles_m * tiles_n * SPLIT
-            if HALVES:
-                items = 2 * halved
-            elif HALVED:  # where no tile is split
-                items -= halved
-            for item in range(program - COPIES, items, programs):
-                tile, part = item // SPLIT, item % SPLIT
-                if HALVES:
-                    tile = item // 2
-                elif HALVED:
-                    tile += halved
-                tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
-                rows = rows_of_tile(
-                    shards, own, x_scales, gathered, tile_m * BLOCK_M, W, DIRECT, BLOCK_M
-                )
-                # Exactly one of these branches runs: that of the output in whose columns the tile
-                # lies.
-                for i in tl.static_range(OUTPUTS):
-                    tiles_i = tiles.cdiv(Ns[i], BLOCK_N)
-                    if (tile_n >= 0) & (tile_n < tiles_i):
-                        start_n = tile_n * BLOCK_N
-                        if HALVES:
-                            start_n += item % 2 * (BLOCK_N // 2)
-                        operands = Weights(
-                            weights[i],
-                            weights[1] if PAIR else None,
-                            half_desc if HALVES else w_desc,
-                            half2_desc if HALVES else w2_desc,
-                        )
-                        acc, second, whole = _sums_of_tile(
-                            shards, rows, operands, scratch_ptr, tile, part, start_n, Ns[i], came,
-                            HALVES, V,
-                        )  # fmt: skip
-                        if whole:
-                            finish_tile(out, acc, second, rows, start_n, Ns[i], i, ACTIVATION)
-                    tile_n -= tiles_i
+            _make_tiles(
+                call, own, weights, half_desc if HALVES else w_desc,
+                half2_desc if HALVES else w2_desc, scratch_ptr, program - COPIES, programs, came,
+                HALVES, V,
+            )  # fmt: skip
     if DIRECT or COPIES > 0:
         in_vain = signals.end_call(link.signal_ptrs, rank, generation)
     else:  # by copy engines: the exchange around this kernel ends the call
         in_vain = signals.failed(signals.peer_ptr(link.signal_ptrs, rank, tl.int64))
     if in_vain:
         _spoil(out, gathered, M, Ns, K, V)
+
+
+@triton.jit
+def _make_tiles(
+    call, own, weights, desc, desc2, scratch_ptr, program, programs, came,
+    HALVES: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """Make the tiles of `program`: those in halves, or the others."""
+    VARIANT: tl.constexpr = V.of_halves if HALVES else V
+    if V.described:
+        flattened.multiply_tiles(
+            call, call.x_desc, desc, desc2, call.shards.columns, program, programs, items_of,
+            begin_tile, finish_described, VARIANT,
+        )  # fmt: skip
+    else:
+        tiles_by_pointers(
+            call, own, weights, desc, desc2, scratch_ptr, program, programs, came, VARIANT
+        )
 
 
 @triton.jit

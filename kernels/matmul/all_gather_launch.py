@@ -11,14 +11,23 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
+from typing import Any
 
 import torch
 
+from weft.collectives.device import signals
 from weft.collectives.device.launches import launching, temporary
 from weft.collectives.memory.workspace import Workspace, link_of
 from weft.collectives.ranks.pad import MAX_PROGRAMS
 from weft.kernels.device import gathers, splits
-from weft.kernels.device.operands import contiguous, described_weights, matrix, scales_of
+from weft.kernels.device.gathered_tiles import GatherVariant
+from weft.kernels.device.operands import (
+    contiguous,
+    described_rows,
+    described_weights,
+    matrix,
+    scales_of,
+)
 from weft.kernels.device.outputs import Outputs
 from weft.kernels.engine import tuning
 from weft.kernels.engine.chips import (
@@ -32,7 +41,7 @@ from weft.kernels.engine.chips import (
 from weft.kernels.engine.epilogues import Activation
 from weft.kernels.engine.fp8 import Scaling
 from weft.kernels.matmul import copy_engines
-from weft.kernels.matmul.all_gather_kernel import GatherVariant, ag_gemm_kernel
+from weft.kernels.matmul.all_gather_kernel import ag_gemm_kernel
 
 # The most that all programs together read directly over the link rather than from a copy made once:
 # at 450 GB/s that takes about the 3 us that the copy costs in signals.
@@ -52,8 +61,9 @@ class AllGatherConfig:
         copy_programs: how many of them fetch shards; 0 if this kernel fetches nothing.
         chunk_rows: rows of a shard that are announced together.
         copy_m, copy_n: block that a copy moves at a time.
-        descriptors: whether weights that allow it are read by tensor descriptor. Gathered rows
-            never are: copies by descriptor are not ordered by the acquire of a signal.
+        descriptors: whether weights that allow it are read by tensor descriptor, and with them the
+            rows, unless the tiles, none of which then has both own rows and others, take more waves
+            of programs.
         direct: whether rows are read in place at their owners.
         split: programs that share a tile, each taking a part of K. Only without copy programs.
         copy_engines: whether the chip's copy engines fetch the shards, so that all programs make
@@ -61,6 +71,8 @@ class AllGatherConfig:
         parts: into how many parts K is cut for fetching. Only with copy programs.
         halves: whether tiles that fill no wave are made in halves of their columns. Only with copy
             engines.
+        flattened: whether tiles whose rows are read by descriptor are made in one loop; see
+            `weft.kernels.device.flattened`.
     """
 
     tiling: Tiling
@@ -75,6 +87,7 @@ class AllGatherConfig:
     copy_engines: bool = False
     parts: int = 1
     halves: bool = False
+    flattened: bool = not signals.INTERPRETED
 
 
 def all_gather_config(
@@ -130,7 +143,8 @@ def _config(
     # A table is of whole chips.
     copy_programs = min(choice.copy_programs or copy_programs, max(1, chip.programs // 2))
     copy_n = 32 if interpreted else 512 * tiling.num_warps // dtype.itemsize
-    copy_m = 32 if interpreted else 2 * tiling.num_warps  # 16 rows spill beside 4 warps' tiles
+    # Twice as many rows spill beside 4 warps' tiles, and in fp8, whose bytes take a register each.
+    copy_m = 32 if interpreted else tiling.num_warps * min(2, dtype.itemsize)
     # Two parts if each is a copy block wide and a shard has two chunks: more or smaller ones cost
     # more in signals than tiles gain by starting early (docs/scaling.md). Two chunks a program.
     least_m, least_k = (0, 33) if interpreted else (128 * world_size, 2 * copy_n)
@@ -221,6 +235,12 @@ def halved_tiles(count: int, own: int, config: AllGatherConfig) -> int:
     return partial if twice <= 0 or twice <= 2 * own < config.programs else 0
 
 
+def tiles_apart(sizes: Sequence[int], rank: int, block_m: int) -> int:
+    """Rows of tiles, if own rows, those after and those before them have tiles of their own."""
+    begin, own = sum(sizes[:rank]), sizes[rank]
+    return sum(-(-rows // block_m) for rows in (own, begin, sum(sizes) - begin - own))
+
+
 @dataclass(frozen=True)
 class Gathered:
     """What a launch returns.
@@ -288,6 +308,17 @@ def launch_all_gather_matmul(
     descs, w_transposed = described_weights(weights, tiling, describe)
     column_tiles = sum(-(-y.shape[1] // tiling.block_n) for y in ys)
     count = -(-M // tiling.block_m) * column_tiles
+    row_descs: list[Any] = [None, None]
+    if gathered is not None and descs[0] is not None:
+        apart = tiles_apart(sizes, ws.rank, tiling.block_m) * column_tiles
+        makers = config.programs - config.copy_programs
+        # A pipeline that is not drained after each tile is worth one more wave in 8, not in 3.
+        waves = -(-count // makers)
+        wanted = -(-apart // makers) <= waves + waves // 8
+        # Beside what one loop carries, unaligned columns of fp8, or of sums, spill 8 to 40 bytes.
+        wanted &= Ns[0] % 16 == 0 or (x.element_size() > 1 and not keep_sums)
+        row_descs = described_rows(x, gathered, tiling, wanted)
+        count = count if row_descs[0] is None else apart
     halved = halved_tiles(count, sizes[ws.rank] // tiling.block_m * column_tiles, config)
     half = replace(tiling, block_n=tiling.block_n // 2) if halved else tiling
     half_descs, _ = described_weights(weights, half, halved > 0 and describe)
@@ -309,6 +340,9 @@ def launch_all_gather_matmul(
         x_in_place=gathers.in_place(x),
         w_transposed=w_transposed,
         even_k=K % tiling.block_k == 0,
+        described=row_descs[0] is not None,
+        # ptxas makes sm_90 wait for each of two sums' matrix instructions in one loop.
+        flattened=config.flattened and not pair,
     )
     with ExitStack() as stack:
         if config.copy_engines:
@@ -334,6 +368,7 @@ def launch_all_gather_matmul(
             gathers.Rows(gathered, scales),
             matrix(x),
             scales_of(row_scales),
+            *row_descs,
             tuple(matrix(w) for w in weights),
             *descs,
             *half_descs,

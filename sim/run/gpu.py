@@ -35,10 +35,9 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from weft import settings
-from weft.collectives.cost import Machine
 from weft.collectives.memory.symmetric import SymmetricBuffer, Waiter
 from weft.collectives.memory.workspace import forget
-from weft.collectives.prices.hardware import PRESETS
+from weft.collectives.prices.hardware import PRESETS, Hardware
 from weft.collectives.ranks import pad
 from weft.collectives.ranks.group import forget_meshes, here
 from weft.errors import PeerTimeout
@@ -224,12 +223,12 @@ class ThreadTeam(OneMemory, Members):
         self.device, self.sharing = world.device, world.world_size
 
     @property
-    def rates(self) -> Machine | None:
+    def hardware(self) -> Hardware | None:
         """What the choice of an engine is made from: ranks with a GPU each, of this kind."""
         from weft.kernels.engine.chips import chip_of
 
         chip = chip_of(self.device).name
-        return next((each.rates() for each in PRESETS.values() if each.chip == chip), None)
+        return next((each for each in PRESETS.values() if each.chip == chip), None)
 
     def arrive(self, member: int, value: Any, call: str) -> Meeting:
         """Bring `value` to the next call of the team, which must be the same `call` for all.

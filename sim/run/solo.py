@@ -30,10 +30,10 @@ from unittest.mock import patch
 
 import torch
 
-from weft.collectives.cost import Machine
 from weft.collectives.device import signals
 from weft.collectives.memory.symmetric import SymmetricBuffer, Waiter, open_buffers, told_by
 from weft.collectives.memory.workspace import forget
+from weft.collectives.prices.hardware import Hardware
 from weft.collectives.ranks import pad
 from weft.collectives.ranks.group import Group, here, virtual_rank
 from weft.errors import MismatchError
@@ -108,7 +108,7 @@ class SoloTeam(OneMemory):
     """All ranks, as `collectives.ranks.group.VirtualRanks`: whichever asks, peers say the same."""
 
     chip, sharing = "", 1
-    rates: Machine | None = None
+    hardware: Hardware | None = None
 
     def __init__(self, world_size: int, device: torch.device, hollow: bool) -> None:
         self.world_size, self.device, self._hollow = world_size, device, hollow

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 import torch
 
-from weft.collectives.cost import Machine
 from weft.collectives.memory.symmetric import SymmetricBuffer, Waiter
+from weft.collectives.prices.hardware import Hardware
 from weft.collectives.ranks import pad
 from weft.errors import MismatchError
 from weft.sim.hooks.host_signals import VirtualWaiter
@@ -184,10 +184,9 @@ class Team(Members):
         return hardware.chip if hardware else ""
 
     @property
-    def rates(self) -> Machine | None:
-        """What the choice of an engine is made from, if the ranks stand for some hardware."""
-        hardware = self._world.hardware
-        return hardware.rates() if hardware else None
+    def hardware(self) -> Hardware | None:
+        """What the choice of an engine is made from, if the ranks stand for some."""
+        return self._world.hardware
 
     @property
     def calls(self) -> int:

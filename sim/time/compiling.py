@@ -82,6 +82,7 @@ def main(script: str, chip_name: str) -> int:
     """Compile the launches in stdin for the chip."""
     from weft.kernels.compile import aot
     from weft.kernels.compile.aot_cases import Launch
+    from weft.kernels.compile.machine_code import source
     from weft.kernels.engine.chips import known
 
     modules, chip = {Path(script).stem: load(Path(script))}, known(chip_name)
@@ -99,7 +100,7 @@ def main(script: str, chip_name: str) -> int:
         options = {k: v for k, v in each.given.items() if k not in kernel.arg_names}
         arguments = defaults | {k: v for k, v in each.given.items() if k not in options}
         launch = Launch(kernel, each.grid, arguments, options)
-        key = f"{aot.source(launch).hash()} {options}"
+        key = f"{source(launch).hash()} {options}"
         found.setdefault(key, launch)
         ranks.setdefault(key, []).append(each.rank)
     # Ranks whose constants differ usually need the same resources, and then share a line.

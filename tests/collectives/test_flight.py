@@ -11,14 +11,19 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from needs import needs_interpreter
+from workloads import WORK, make
 
 import weft
 from weft import collectives
 from weft.bench.commands import doctor
+from weft.collectives.kernels import kernel_collectives as kernels
+from weft.collectives.memory.workspace import Workspace
 from weft.collectives.ranks import flight, flight_files
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +33,7 @@ def rings(*sequences: str) -> list[flight.Calls]:
     """What each of the ranks of a group sees that have made these calls, a letter each."""
     recorders = [flight.FlightRecorder() for _ in sequences]
     readers = {r: flight.Reader(each.ring) for r, each in enumerate(recorders)}
-    groups = [flight.Calls("g", readers, each) for each in recorders]
+    groups = [flight.Calls("g", readers, each, r) for r, each in enumerate(recorders)]
     for calls, sequence in zip(groups, sequences, strict=True):
         for letter in sequence:
             calls.end(calls.begin(flight.call_of(letter, ())))
@@ -244,3 +249,103 @@ def test_without_the_variable_nothing_is_written_nor_handled(
     before = signal.getsignal(signal.SIGUSR1)
     assert os.readlink(f"/proc/self/fd/{flight.recorder().fd}").startswith("/memfd:")
     assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def several(world_size: int) -> tuple[list[flight.Calls], list[flight.Calls]]:
+    """What ranks see of two groups of theirs."""
+    recorders = [flight.FlightRecorder() for _ in range(world_size)]
+    readers = {r: flight.Reader(each.ring) for r, each in enumerate(recorders)}
+    one, other = (
+        [flight.Calls(name, readers, own, r) for r, own in enumerate(recorders)] for name in "xy"
+    )
+    return one, other
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_calls_of_streams_that_differ_are_seen_by_the_last_of_two_neighbours(seed: int) -> None:
+    """Ranks run ahead of each other at random; some differ in one call, or none does."""
+    chance = random.Random(seed)
+    W, calls, most_ahead = chance.choice((2, 3, 5)), 900, chance.choice((3, 200))
+    at = chance.randrange(1, calls) if seed % 4 else calls + 1
+    odd = set(chance.sample(range(W), chance.randrange(1, W)))
+    one, other = several(W)
+    raised: set[int] = set()
+    while running := [r for r in range(W) if one[r].position < calls and r not in raised]:
+        slowest = min(calls.position for calls in one)
+        r = chance.choice([r for r in running if one[r].position <= slowest + most_ahead] or [-1])
+        if r < 0:
+            break
+        other[r].begin(flight.call_of("call of another group", ()))
+        differs = one[r].position + 1 == at and r in odd
+        one[r].begin(flight.call_of("odd" if differs else "usual", ()))
+        before = [p for p in ((r - 1) % W, (r + 1) % W) if one[p].position >= at]
+        due = one[r].position == at and any((p in odd) != (r in odd) for p in before)
+        try:
+            one[r].check()
+            assert not due
+        except weft.MismatchError as error:
+            raised.add(r)
+            assert one[r].position >= at
+            assert f"rank {r} called {'odd' if r in odd else 'usual'}" in str(error)
+    assert bool(raised) == (at <= calls)
+    for r, each in enumerate(one):
+        assert bool(each.compare()) == (at <= each.position), (r, each.position, at)
+    assert not any(each.compare() for each in other)
+
+
+def steps_body(seed: int) -> int:
+    """Right calls of all kinds, with those of streams compared although they are none."""
+    check, late = Workspace.check, random.Random(dist.get_rank())
+
+    def checked(ws: Workspace, op: str) -> None:
+        check(ws, op)
+        ws.group.calls.check()
+
+    with patch.object(Workspace, "check", checked):
+        for _ in range(60):
+            if late.random() < 0.1:
+                time.sleep(late.uniform(0, 0.02))
+            seed = seed * 75 % 65537
+            make(list(WORK)[seed % len(WORK)])
+    calls = collectives.resolve().calls
+    position = calls.position
+    calls.begin(flight.call_of("odd" if dist.get_rank() == 1 else "usual", ()))
+    dist.barrier()
+    with pytest.raises(weft.MismatchError, match=r"rank . called .*; rank . called"):
+        calls.check()
+    return position
+
+
+@needs_interpreter
+def test_calls_of_streams_are_never_refused_if_they_are_right(own_ranks: Any) -> None:
+    positions = own_ranks(3).run(steps_body, 5, timeout_s=60)
+    assert len(set(positions)) == 1 and positions[0] > 60
+
+
+def waiting_kernel_body() -> str:
+    """Rank 0 launches a kernel, which waits for rank 1, which calls something else."""
+    rank, calls = dist.get_rank(), collectives.resolve().calls
+    x = torch.ones(64)
+    with weft.engine("triton"):
+        collectives.all_gather(x)
+    ws = collectives.workspace(channel="kernels")
+    report = ws.buffer.report
+    assert report is not None
+    report.compare = calls.compare  # as on a GPU
+    calls.begin(flight.call_of("all_gather" if rank == 0 else "barrier", ()))
+    if rank == 1:
+        with pytest.raises(weft.MismatchError, match=r"rank 0 called all_.*; rank 1 called barr"):
+            while True:
+                calls.check()
+        return ""
+    start = time.monotonic()
+    config = kernels.collective_config("all_gather", x.nbytes, 2, False)
+    kernels.launch_all_gather(x, torch.empty(128), ws, [64, 64], config)
+    assert time.monotonic() - start < 10  # the bound is set far beyond it
+    return str(report.error())
+
+
+@needs_interpreter
+def test_kernels_that_wait_in_different_calls_are_told(own_ranks: Any) -> None:
+    told, _ = own_ranks(2).run(waiting_kernel_body, timeout_s=60)
+    assert "rank 0 called all_gather; rank 1 called barrier" in told

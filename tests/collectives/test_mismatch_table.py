@@ -382,3 +382,40 @@ def test_right_calls_of_late_ranks_are_never_refused() -> None:
 @pytest.mark.ranks(3, timeout_s=600)
 def test_right_calls_of_late_ranks_are_never_refused_at_length() -> None:
     soak(2000, 0.4)
+
+
+def fresh_memory(trials: int, seed: int) -> None:
+    """Calls that differ where memory is not there yet, on ranks that are late at random; then
+    right calls, which have memory to make as well."""
+    W, rank = dist.get_world_size(), dist.get_rank()
+    same, late = random.Random(seed), random.Random(rank)
+    for _ in range(trials):
+        dist.barrier()
+        weft.close()
+        table, right = ways(), right_calls()
+        op = same.choice(sorted(table))
+        way = same.choice(sorted(set(table[op]) - {"sizes"}))  # where all differ from all
+        outliers = same.sample(range(W), same.randrange(1, W))
+        made, then = same.sample(sorted(right), 2)
+        where = f"seed {seed}: {op}, {way}, {outliers}, {made} made before, {then} after"
+        in_step() if same.random() < 0.5 else right[made]()
+        time.sleep(late.choice((0.0, 0.0, 0.05, 0.15)) * late.random())
+        with pytest.raises(weft.MismatchError):
+            table[op][way][rank in outliers]()
+        try:
+            right[then]()
+            in_step()
+        except weft.WeftError as error:
+            raise AssertionError(where) from error
+
+
+@pytest.mark.ranks(3)
+def test_right_calls_follow_where_memory_had_to_be_made() -> None:
+    fresh_memory(15, seed=0)
+
+
+@pytest.mark.sweep
+@pytest.mark.ranks(2, 3, 4, timeout_s=900)
+@pytest.mark.parametrize("seed", range(4))
+def test_right_calls_follow_where_memory_had_to_be_made_at_length(seed: int) -> None:
+    fresh_memory(250, seed)

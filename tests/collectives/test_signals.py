@@ -354,14 +354,15 @@ def test_the_bound_of_a_wait_is_about_the_seconds_asked_for(monkeypatch):
 _COMPILED = """
 import sys
 import torch, triton, weft
-from weft.kernels.compile import aot, aot_cases
+from weft.kernels.compile import aot_cases
+from weft.kernels.compile.machine_code import TARGETS, source
 from weft.kernels.engine import chips
 
 chip, wanted = chips.known(sys.argv[1]), {"_announce_kernel", "_wait_kernel"}  # one wait each
 for _, launch in aot_cases.launches(chip, torch.bfloat16, wide=False):
     if launch.kernel.__name__ in wanted:  # of the waits, the first is for one word
         wanted.remove(launch.kernel.__name__)
-        asm = triton.compile(aot.source(launch), aot._TARGETS[chip.name], launch.options).asm
+        asm = triton.compile(source(launch), TARGETS[chip.name], launch.options).asm
         print(asm["amdgcn" if chip.is_amd else "ptx"])
 assert not wanted
 """

@@ -26,7 +26,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import weft.dtensor.checkpoint
 from weft.cli import main
 from weft.dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
-from weft.dtensor.checkpoint import AtomicWriter, load, save
+from weft.dtensor.checkpoint import AtomicWriter, async_save, load, save
 from weft.dtensor.checkpoint.files import CheckpointError, Stored
 
 STRIDED: Any = _StridedShard(0, split_factor=2)
@@ -111,6 +111,24 @@ def test_exchange_with_torch(tmp_path: Path) -> None:
     buffer.seek(0)
     loaded = torch.load(buffer, weights_only=True)["w"]
     assert isinstance(loaded, DTensor) and torch.equal(loaded.full_tensor(), WHOLE)
+
+
+@pytest.mark.ranks(3)
+def test_asynchronous_saves_one_after_another(tmp_path: Path) -> None:
+    """What ranks tell each other is cut, as that of large models is; one of the saves fails."""
+    mesh, path = mesh_of(3), str(tmp_path)
+    with patch("weft.dtensor.checkpoint.steps._CHUNK_BYTES", 1000):
+        state = a_state(mesh, [Shard(0)], 2.0)
+        first, second = async_save(state, path), async_save({"v": 3}, tmp_path / "values")
+        failing = async_save({"w": distribute_tensor(WHOLE, mesh, [Partial()])}, path)
+        assert first.done() and second.done()
+        with pytest.raises(dcp.api.CheckpointException, match="not reduced yet"):
+            failing.result()
+        state = a_state(mesh, [STRIDED], 0.0)
+        load(state, path)
+        check_state(state, 2.0)
+        load(values := {"v": 0}, tmp_path / "values")
+        assert values == {"v": 3}
 
 
 @pytest.mark.ranks(2)

@@ -107,6 +107,12 @@ def test_attention(arch):
     checked(arch, "bfloat16", *ATTENTION)
 
 
+def test_attention_compiles_by_every_triton():
+    """What it spills may differ between them, which `test_attention` holds for one."""
+    reports = compiled("sm_90", "bfloat16", "attention")
+    assert [report["matrix_instruction"] for report in reports] == ["HGMMA"] * 2
+
+
 def test_occupancy_is_the_scarcest_resource():
     # 65536 registers a core, in portions of 8 a lane; 4 schedulers with a quarter each.
     assert occupancy("sm_90", 128, 100 << 10, 8) == (2, 0.25)
@@ -157,7 +163,7 @@ def test_another_process_gets_the_arguments(monkeypatch, given):
 
 
 def test_chips_have_names(monkeypatch):
-    assert set(aot._CHIPS.values()) == set(aot._TARGETS)
+    assert set(aot._CHIPS.values()) == set(aot.TARGETS)
     asked = []
 
     def compile_all(archs, *args, **options):

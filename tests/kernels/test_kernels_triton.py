@@ -22,6 +22,8 @@ from weft.collectives import chunk_sizes, workspace
 from weft.collectives.ranks.pad import KERNEL_SLOTS, MAX_PROGRAMS
 from weft.errors import PeerTimeout
 from weft.kernels.device import gathers, summed_tiles
+from weft.kernels.device.gathered_tiles import GatherVariant
+from weft.kernels.device.operands import described_rows
 from weft.kernels.engine.chips import INTERPRETER, KNOWN, Chip, Tiling
 from weft.kernels.engine.fp8 import Scaling
 from weft.kernels.matmul import (
@@ -331,6 +333,98 @@ def scaled_ways() -> None:
 
 def test_factors_by_every_way(virtual_ranks):
     virtual_ranks(2, scaled_ways)
+
+
+def rows_by_descriptor() -> None:
+    """Shards of any size, whole and in halves, in one loop and nested: the same bits."""
+    ws = workspace(None, 1 << 15, channel="described")
+    engines_ws = workspace(None, 1 << 15, channel="described, by copy engines")
+    rank, W, fp8 = ws.rank, ws.world_size, torch.float8_e4m3fn
+    poisoned(ws)
+    poisoned(engines_ws)
+    rng = random.Random(W)
+    # Empty shards, tiles cut off in every piece, one step of K and a last one that is not whole.
+    shapes = [
+        ([33, 0, 70, 16][:W], 80, 40, torch.bfloat16, None),
+        ([65, 0, 1, 32][:W], 16, 40, torch.float16, "gelu"),
+        ([64, 32, 96, 32][:W], 96, 24, torch.bfloat16, "swiglu"),
+        ([50, 31, 0, 7][:W], 160, 80, fp8, None),
+        ([64, 9, 33, 40][:W], 112, 72, torch.float32, "relu"),
+    ]  # fmt: skip
+    for index, (sizes, K, N, dtype, activation) in list(enumerate(shapes))[W % 2 :: 2]:
+        rng.shuffle(sizes)
+        M, pair = sum(sizes), activation == "swiglu"
+        whole = matrix(M, K, dtype, index)
+        layout = ("rows", "columns")[index % 2]
+        weights = [matrix(K, N, dtype, 9 + rank + i, layout) for i in range(1 + pair)]
+        scaling, rows, columns = None, torch.ones(M), torch.ones(N)
+        if dtype == fp8:
+            rows, columns = torch.linspace(0.5, 2.0, M), torch.linspace(0.5, 2.0, N)
+            scaling = Scaling(rows.split(sizes)[rank], [columns], torch.float32)
+        factors = rows.double()[:, None] * columns.double()
+        sums = [whole.double() @ w.double() * factors for w in weights]
+        want = sums[0]
+        if activation == "swiglu":
+            want = functional.silu(sums[0]) * sums[1]
+        elif activation:
+            want = getattr(functional, activation)(sums[0])
+        for way, parts in (("fetched", 1), ("fetched", 2), ("copy engines", 1)):
+            config = gather_config(way, M, N * len(weights), K, dtype, W, activation)
+            # Five programs: several tiles for one, and for some of the copy engines' two halves.
+            config = replace(config, descriptors=True, parts=parts, programs=5)
+            case = f"{index}: {sizes}, {K=}, {N=}, {dtype}, {activation}, {way}, {parts=}"
+            keep, found = way == "fetched" and index % 2 == 0, []
+            for flattened in (False, True):
+                made = all_gather_launch.launch_all_gather_matmul(
+                    whole.split(sizes)[rank], weights,
+                    engines_ws if way == "copy engines" else ws, sizes, scaling=scaling,
+                    activation=activation, with_own=keep,
+                    config=replace(config, flattened=flattened),
+                )  # fmt: skip
+                if keep:
+                    assert torch.equal(made.matrix, whole), case
+                found.append(made.ys[0])
+            close = tolerance(found[0].dtype, K)
+            torch.testing.assert_close(found[1].double(), want, **close, msg=case)
+            assert torch.equal(*found), case
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_rows_by_descriptor(virtual_ranks, monkeypatch, world_size):
+    made: list[GatherVariant] = []
+
+    def variant(**fields):
+        made.append(GatherVariant(**fields))
+        return made[-1]
+
+    monkeypatch.setattr(all_gather_launch, "GatherVariant", variant)
+    virtual_ranks(world_size, rows_by_descriptor)
+    assert all(each.described for each in made)
+    single = [each for each in made if not each.pair]
+    assert sum(each.flattened for each in made) == len(single) / 2 == 2 * 3 * world_size
+    assert any(each.halved for each in made) or world_size != 2
+
+
+def test_rows_of_tiles_apart():
+    assert all_gather_launch.tiles_apart([16] * 8, 3, 64) == 3  # of 16, 64 and 48 rows
+    assert all_gather_launch.tiles_apart([130, 0, 64], 0, 64) == 4
+    assert all_gather_launch.tiles_apart([130, 0, 64], 1, 64) == 4
+
+
+def test_rows_that_hardware_cannot_copy_go_by_pointers():
+    t, w = Tiling(32, 32, 32), torch.zeros(64, 64)
+    x, gathered = w[:32], torch.zeros(96, 64)
+    own, others = described_rows(x, gathered, t, True)
+    assert own.base is x and others.base is gathered
+    # Of an empty shard there is none: another stands there.
+    assert described_rows(x[:0], gathered, t, True)[0].base is gathered
+    nothing = [None, None]
+    assert described_rows(x, gathered, t, False) == nothing
+    assert described_rows(x[:0], gathered[:0], t, True) == nothing
+    assert described_rows(w.T[:32], gathered, t, True) == nothing  # along K strided
+    assert described_rows(w[:32, 1:], torch.zeros(96, 63), t, True) == nothing  # 252 bytes
+    narrow = torch.zeros(96, 66)  # its rows are 264 bytes apart
+    assert described_rows(narrow[:32], narrow, t, True) == nothing
 
 
 # Programs, columns of each weight, activation and dtype; then how many tiles are made in halves.

@@ -29,9 +29,9 @@ KEPT = Path(__file__).resolve().parents[2] / "bench" / "results" / "scaling_page
 @pytest.mark.parametrize(
     ("op", "median", "ninth"),
     [
-        ("all_gather_matmul", 0.13, 0.3),
-        ("matmul_reduce_scatter", 0.1, 0.25),
-        ("matmul_all_reduce", 0.15, 0.35),
+        ("all_gather_matmul", 0.03, 0.1),
+        ("matmul_reduce_scatter", 0.03, 0.1),
+        ("matmul_all_reduce", 0.03, 0.1),
     ],
 )
 def test_the_closed_form_against_virtual_time(op: str, median: float, ninth: float) -> None:
@@ -45,10 +45,48 @@ def test_the_closed_form_against_virtual_time(op: str, median: float, ninth: flo
             - 1
         )
         for r in json.loads(KEPT.read_text())
-        if r["op"] == op and r["hardware"] == "H100"
+        if r["op"] == op
     )
     assert len(errors) >= 28
     assert statistics.median(errors) < median and errors[len(errors) * 9 // 10] < ninth
+
+
+# Llama-3 8B by `tools.scaling_page`, in virtual time. No constant was fitted on these; the form,
+# with its terms for meshes and copies, was chosen with them in view.
+PLAYED = [
+    ("matmul_all_reduce", 1, 8, "h100", 15.6),
+    ("all_gather_matmul", 512, 4, "h100", 43.6),
+    ("all_gather_matmul", 512, 2, "h100", 65.6),
+    ("matmul_reduce_scatter", 512, 4, "h100", 51.6),
+    ("matmul_reduce_scatter", 512, 2, "h100", 73.2),
+    ("matmul_all_reduce", 64, 2, "h100", 30.8),
+    ("matmul_all_reduce", 64, 4, "h100", 18.7),
+    ("all_gather_matmul", 1024, 8, "b200", 40.7),
+    ("all_gather_matmul", 1024, 8, "mi300x", 85.1),
+    ("matmul_reduce_scatter", 1024, 8, "b200", 36.7),
+    ("matmul_reduce_scatter", 1024, 8, "mi300x", 79.8),
+    ("matmul_all_reduce", 64, 8, "b200", 11.3),
+    ("matmul_all_reduce", 64, 8, "mi300x", 29.2),
+    ("all_gather_matmul", 4096, 4, "b200", 105.4),
+    ("all_gather_matmul", 4096, 2, "h100", 360.8),
+    ("all_gather_matmul", 4096, 8, "mi300x", 379.9),
+    ("matmul_reduce_scatter", 2048, 4, "b200", 75.9),
+    ("all_gather_matmul", 16, 8, "h100", 16.5),
+    ("matmul_reduce_scatter", 16, 8, "h100", 11.9),
+    ("matmul_all_reduce", 1024, 8, "h100", 84.4),
+]
+
+
+def test_the_closed_form_against_other_ranks_and_chips() -> None:
+    """Within 12 % on H100, 25 % on B200 and 30 % on MI300X."""
+    limits = {"h100": 0.12, "b200": 0.25, "mi300x": 0.3}
+    for op, M, ranks, chip, us in PLAYED:
+        up, own = op == "all_gather_matmul", 14336 // ranks
+        N, K = (own, 4096) if up else (4096, own)
+        hardware = PRESETS[chip]
+        same = hardware.sustained / (library.UNDER_POWER * TRITON_RATE)
+        got = fused_us(op, M, N, K, "bfloat16", replace(hardware, sustained=same), ranks)
+        assert abs(got / us - 1) < limits[chip], (op, M, ranks, chip, got, us)
 
 
 def test_bytes_of_the_fused_matmuls() -> None:

@@ -168,7 +168,7 @@ def test_memory_between_threads_holds_nan_until_it_is_written() -> None:
 
 
 class Sharing(Members):
-    chip, rates, device, sharing = "", None, CPU, 4
+    chip, hardware, device, sharing = "", None, CPU, 4
 
 
 def test_ranks_that_share_a_gpu_have_a_part_of_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -234,6 +234,35 @@ def test_collectives(gpu_ranks: GpuRanks, engine: str) -> None:
     gpu_ranks.run(collective_body, engine, timeout_s=300)
 
 
+def mismatch_body() -> None:
+    """Which half dtype, or which op: silent without a comparison, or a wait for each other."""
+    rank, x = dist.get_rank(), torch.ones(1 << 12, device="cuda")
+    halves: list[Callable[[], object]] = [
+        lambda: collectives.all_reduce(x.half()),
+        lambda: collectives.all_reduce(x.bfloat16()),
+    ]
+    ops: list[Callable[[], object]] = [
+        lambda: collectives.all_reduce(x),
+        lambda: collectives.all_gather(x),
+    ]
+    with weft.engine("triton"):
+        for pair in (halves, ops):
+            for call in (*pair, *pair):
+                call()
+            torch.cuda.synchronize()
+            dist.barrier()
+            with pytest.raises(weft.MismatchError, match=r"rank . called .*; rank . called"):
+                for _ in range(100):
+                    pair[min(rank, 1)]()
+                    torch.cuda.synchronize()
+            dist.barrier()
+            weft.close()
+
+
+def test_calls_that_differ(gpu_ranks: GpuRanks) -> None:
+    gpu_ranks.run(mismatch_body, timeout_s=60)
+
+
 def collective_graph_body() -> None:
     """Capture each collective, and a pull, and replay them with new inputs."""
     rank, world_size = dist.get_rank(), dist.get_world_size()

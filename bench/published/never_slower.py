@@ -1,0 +1,213 @@
+"""`weft bench never-slower`: what `auto` takes, beside the best that the model knows of.
+
+For every fused matmul and collective, M = 1 ... 16384, four models, 2, 4 and 8 ranks and four
+chips: the time of what `auto` runs over that of the best of weft's engines and launches, and of a
+library's matmul and NCCL, all by the closed forms of `weft.kernels.engine.fused_times` and
+`weft.collectives`. Nothing runs; half precision, each rank its share of a feed-forward layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+
+import torch
+
+from weft.bench import shapes
+from weft.bench.report.tables import figure, markdown_lines
+from weft.collectives import protocols
+from weft.collectives.kernels.kernel_collectives import collective_config, is_quicker
+from weft.collectives.prices import library
+from weft.collectives.prices.hardware import Hardware, named
+from weft.collectives.protocols import COLLECTIVE_OF, Collective
+from weft.kernels.engine import engines, fused_times, tuning
+from weft.kernels.engine.chips import Tiling, known
+
+CHIPS = ("h100", "h200", "b200", "mi300x")
+MODELS = ("llama-3-8b", "llama-3-70b", "llama-3-405b", "qwen2-72b")
+RANKS = (2, 4, 8)
+ROWS = tuple(1 << i for i in range(15))
+COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter")
+OPS = (*tuning.OPS, *COLLECTIVES)
+_DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class AutoChoice:
+    """One problem: what `auto` runs, and the best of all candidates. Times in us.
+
+    Attributes:
+        M, N, K: one rank's product; of a collective its whole array (M, N), and K = 0.
+        best: "triton" or "generic", which `auto` chooses between; "library", by NCCL in half
+            precision; or a launch that the kernel does not take: a way to move data, or tiles.
+        narrow_us: what `auto` takes where partial sums travel as in the library, in half precision:
+            `wire_dtype`.
+    """
+
+    op: str
+    chip: str
+    ranks: int
+    model: str
+    M: int
+    N: int
+    K: int
+    auto: str
+    auto_us: float
+    best: str
+    best_us: float
+    narrow_us: float
+
+    @property
+    def ratio(self) -> float:
+        """What `auto` takes of the best one's time."""
+        return self.auto_us / self.best_us
+
+
+def compared(
+    ops: Sequence[str] = OPS,
+    chips: Sequence[str] = CHIPS,
+    ranks: Sequence[int] = RANKS,
+    models: Sequence[str] = MODELS,
+    rows: Sequence[int] = ROWS,
+) -> Iterator[AutoChoice]:
+    """Every problem of the grid."""
+    for op in ops:
+        for chip in chips:
+            for W in ranks:
+                for model in models:
+                    for M in rows:
+                        yield _compared(op, chip, W, model, M)
+
+
+def _compared(op: str, chip: str, W: int, model: str, M: int) -> AutoChoice:
+    layer, hardware = shapes.MODELS[model], named(chip)
+    if op in COLLECTIVES:
+        N, K = layer.hidden, 0
+        auto, us = collective(op, M * N * 2, hardware, W)
+        narrow = us[auto]
+    else:
+        share = -(-layer.ffn // W)
+        N, K = (share, layer.hidden) if op == "all_gather_matmul" else (layer.hidden, share)
+        auto, us = fused(op, M, N, K, hardware, W)
+        narrow = us[auto]
+        if op != "all_gather_matmul":
+            engine, by_half = fused(op, M, N, K, hardware, W, _DTYPE)
+            narrow = by_half[engine]
+    best = min(us, key=lambda name: us[name])
+    return AutoChoice(op, hardware.name, W, model, M, N, K, auto, us[auto], best, us[best], narrow)
+
+
+def fused(
+    op: str,
+    M: int,
+    N: int,
+    K: int,
+    hardware: Hardware,
+    W: int,
+    wire: torch.dtype | None = None,
+) -> tuple[str, dict[str, float]]:
+    """The engine that `auto` takes, and the times of all candidates."""
+    sums = op != "all_gather_matmul"
+    moved = M * K * 2 * (W - 1) // W if not sums else M * N * 4 * (W - 1)
+    problem = engines.Problem(op, M, N, K, _DTYPE, moved, wire_dtype=wire)
+    regrets = engines.regrets(problem, hardware, W)
+    us = {
+        "triton": fused_times.fused_time(op, M, N, K, "bfloat16", hardware, W, wire=wire).us,
+        "generic": sum(part.us for part in engines.unfused_parts(problem, hardware, W)),
+        "library": library.matmul_us(hardware, M, N, K, "bfloat16")
+        + protocols.nccl_us(
+            COLLECTIVE_OF[op], protocols.moved_bytes(op, M, N, K, 2), hardware.fabric(W)
+        ),
+    }
+    for way in () if wire else fused_times.ways(op, W):
+        us[way] = fused_times.fused_time(op, M, N, K, "bfloat16", hardware, W, way).us
+        for tiling in _tiles(hardware.chip):
+            name = f"{way}, {tiling.block_m}x{tiling.block_n}"
+            made = fused_times.fused_time(op, M, N, K, "bfloat16", hardware, W, way, tiling)
+            us[name] = made.us
+    return min(regrets, key=lambda engine: regrets[engine]), us
+
+
+@lru_cache(maxsize=8)
+def _tiles(chip: str) -> list[Tiling]:
+    """What `weft tune` would try, by the sizes of blocks."""
+    tried = tuning.candidates(known(chip), _DTYPE, Tiling(128, 128, 64))
+    found = {(c.tiling.block_m, c.tiling.block_n): c.tiling for c in tried if c.tiling}
+    return list(found.values())
+
+
+def collective(
+    op: Collective, nbytes: int, hardware: Hardware, W: int
+) -> tuple[str, dict[str, float]]:
+    """What `auto` takes for a collective whose whole array has `nbytes`, and all candidates."""
+    fabric = hardware.fabric(W)
+    piece = nbytes if op == "all_reduce" else -(-nbytes // W)
+    config = collective_config(op, piece, W, on_gpus=True)
+    us = {"library": protocols.nccl_us(op, nbytes, fabric)}
+    # A gather, and a scatter of sums, receive as one shot of a piece would.
+    us["one shot"] = protocols.one_shot_us(piece, fabric, in_graph=True)
+    if op == "all_reduce" and W > 2:
+        us["two shots"] = protocols.two_shot_us(nbytes, fabric, in_graph=True)
+    kernel = "two shots" if config.two_shot else "one shot"
+    return kernel if is_quicker(piece, W, config)[0] else "library", us
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the worst of each op, chip and number of ranks. Exit status 1 where --check fails."""
+    parser = argparse.ArgumentParser(
+        prog="weft bench never-slower",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="every problem, as a JSON list")
+    parser.add_argument("--all", action="store_true", help="also a line for each that is slower")
+    parser.add_argument(
+        "--check", type=float, metavar="RATIO", help="fail where auto takes more of the best"
+    )
+    parser.add_argument("--ops", default=",".join(OPS), help=f"(default {','.join(OPS)})")
+    args = parser.parse_args(argv)
+    if unknown := set(args.ops.split(",")) - set(OPS):
+        parser.error(f"ops must be of {', '.join(OPS)}, got {', '.join(sorted(unknown))}")
+    found = list(compared(args.ops.split(",")))
+    limit = args.check or 1.05
+    if args.json:
+        print(json.dumps([asdict(each) | {"ratio": each.ratio} for each in found], indent=1))
+    else:
+        print("\n".join(summary(found, limit)))
+        slower = [each for each in found if each.ratio > limit]
+        for each in slower if args.all else ():
+            print(
+                f"{each.ratio:.2f} {each.op} {each.model} M={each.M} {each.ranks} x {each.chip}: "
+                f"{each.auto} {figure(each.auto_us)} us, {each.best} {figure(each.best_us)}"
+            )
+    worst = max(found, key=lambda each: each.ratio)
+    if args.check and worst.ratio > args.check:
+        print(f"auto takes up to {worst.ratio:.2f} of the best, limit {limit:g}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def summary(found: Sequence[AutoChoice], limit: float = 1.05) -> list[str]:
+    """A line for each op and chip, as Markdown."""
+    lines = []
+    for op, chip in dict.fromkeys((each.op, each.chip) for each in found):
+        mine = [each for each in found if (each.op, each.chip) == (op, chip)]
+        slower = [each for each in mine if each.ratio > limit]
+        worst = max(mine, key=lambda each: each.ratio)
+        by = ", ".join(
+            f"{sum(_kind(each) == kind for each in slower)} {kind}"
+            for kind in sorted({_kind(each) for each in slower})
+        )
+        at = f"{worst.model}, M = {worst.M}, {worst.ranks} ranks: {worst.auto}, {worst.best}"
+        lines.append((op, chip, str(len(mine)), str(len(slower)), by, f"{worst.ratio:.2f}", at))
+    names = ("op", "chip", "problems", f"over {limit:g}", "by", "worst", "of")
+    return list(markdown_lines(names, lines))
+
+
+def _kind(each: AutoChoice) -> str:
+    engine = each.best in ("library", "generic", "triton")
+    return each.best if engine else "tiles" if "," in each.best else "launch"
