@@ -220,8 +220,9 @@ def all_reduce(
     given: torch.Tensor | None = None,
     *,
     as_is: bool = False,
+    told: tuple[Hashable, ...] = (),
 ) -> torch.Tensor:
-    call = call_of(f"all_reduce({op})", (x.dtype, x.shape), settings.current_engine())
+    call = call_of(f"all_reduce({op})", (x.dtype, x.shape, *told), settings.current_engine())
     return _moved(_all_reduce_into, call, x.shape, x, group, given, 0, op, as_is)
 
 

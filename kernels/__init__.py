@@ -7,6 +7,8 @@
     matmul_all_reduce         matmul/all_reduce           two_shot_kernel, one_shot_kernel
     reduce_scatter_rms_norm_all_gather
                               norm/rms_norm               rms_norm_kernel
+    all_reduce_residual_rms_norm
+                              norm/all_reduce_norm        rms_norm_kernel
     ring_attention            attention/ring              flash/ring_kernel, ring_grad_kernel
     ulysses_attention         attention/ulysses           heads/heads_kernel, heads_grad_kernel
     flash_decode              attention/decode            flash/decode_kernel
@@ -38,6 +40,7 @@ from weft.kernels.layers.vocabulary import (
 from weft.kernels.matmul.all_gather import all_gather_matmul
 from weft.kernels.matmul.all_reduce import matmul_all_reduce
 from weft.kernels.matmul.reduce_scatter import matmul_reduce_scatter
+from weft.kernels.norm.all_reduce_norm import all_reduce_residual_rms_norm
 from weft.kernels.norm.rms_norm import reduce_scatter_rms_norm_all_gather
 
 __all__ = [
@@ -45,6 +48,7 @@ __all__ = [
     "RowParallelLinear",
     "VocabParallelEmbedding",
     "all_gather_matmul",
+    "all_reduce_residual_rms_norm",
     "append_to_cache",
     "flash_decode",
     "from_zigzag",

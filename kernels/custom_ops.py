@@ -4,8 +4,8 @@
         the public functions, given the name of a group; traced calls of those come here
     torch.ops.weft.all_gather_matmul_backward, matmul_reduce_scatter_backward
         the gradients that communicate, computed by the engines' own backward
-    torch.ops.weft.reduce_scatter_rms_norm_all_gather
-        the same of what stands between two of them; its gradient is made of other ops
+    torch.ops.weft.reduce_scatter_rms_norm_all_gather, all_reduce_residual_rms_norm
+        the same of what stands between two of them; their gradients are made of other ops
     torch.ops.weft.fused_all_gather_matmul, fused_matmul_reduce_scatter
         with the arguments and results of those of torch.ops.symm_mem
 
@@ -39,11 +39,12 @@ from weft.collectives.custom_ops import (
 )
 from weft.collectives.ranks.chunks import chunk_sizes
 from weft.kernels.engine.engines import choose
+from weft.kernels.engine.fp8 import FP8
 from weft.kernels.engine.local_matmul import as_rows, conjugated, matmul
 from weft.kernels.matmul import all_gather as gather
 from weft.kernels.matmul import all_reduce, reduce_scatter
 from weft.kernels.matmul.gather_engines import GatherGradient, generic_backward, run_backward
-from weft.kernels.norm import rms_norm
+from weft.kernels.norm import all_reduce_norm, rms_norm
 
 _ops: Any = torch.ops.weft
 
@@ -339,6 +340,47 @@ def _sum_rms_norm_grads(
     return *ctx.call.gradients(h, weight, dy, dh, needs), None, None, None
 
 
+def _all_reduce_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    group_name: str,
+    eps: float,
+    quantize: Any = None,
+) -> list[torch.Tensor]:
+    return list(
+        all_reduce_norm.all_reduce_residual_rms_norm(
+            x, residual, weight, group_name, eps=eps, quantize=quantize
+        )
+    )
+
+
+def _all_reduce_norm_fake(
+    x: torch.Tensor, residual: Any, weight: Any, group_name: str, eps: float, quantize: Any = None
+) -> list[torch.Tensor]:
+    h = x.new_empty(x.shape)
+    if quantize is None:
+        return [x.new_empty(x.shape), h]
+    scale = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+    return [x.new_empty(x.shape, dtype=FP8), h, scale]
+
+
+def _all_reduce_norm_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, _, weight, group_name, eps, _ = inputs
+    ctx.save_for_backward(output[1], weight)
+    ctx.call = rms_norm.NormCall(group_name, [], eps, 0, whole=True)
+
+
+def _all_reduce_norm_grads(
+    ctx: Any, grads: list[torch.Tensor | None]
+) -> tuple[torch.Tensor | None, ...]:
+    h, weight = ctx.saved_tensors
+    dy, dh = (torch.zeros_like(h) if grad is None else grad for grad in grads)
+    needs_x, needs_residual, needs_weight = ctx.needs_input_grad[:3]
+    dx, dw, dr = ctx.call.gradients(h, weight, dy, dh, (needs_x, needs_weight, needs_residual))
+    return dx, dr, dw, None, None, None
+
+
 def _fused_all_gather_matmul(
     A: torch.Tensor,
     Bs: list[torch.Tensor],
@@ -398,6 +440,13 @@ define(
     _sum_rms_norm, _sum_rms_norm_fake,
 )  # fmt: skip
 differentiate("reduce_scatter_rms_norm_all_gather", _sum_rms_norm_setup, _sum_rms_norm_grads)
+
+define(
+    "all_reduce_residual_rms_norm(Tensor x, Tensor? residual, Tensor? weight, str group_name, "
+    "float eps, str? quantize=None) -> Tensor[]",
+    _all_reduce_norm, _all_reduce_norm_fake,
+)  # fmt: skip
+differentiate("all_reduce_residual_rms_norm", _all_reduce_norm_setup, _all_reduce_norm_grads)
 
 compose(
     "fused_all_gather_matmul(Tensor A, Tensor[] Bs, int gather_dim, str group_name, *, "

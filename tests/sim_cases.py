@@ -420,6 +420,36 @@ def normed(rank: int, ours: Modules, one_shot: bool) -> None:
         torch.testing.assert_close(y, torch.nn.functional.rms_norm(total, (H,), weight, 1e-3))
 
 
+def normed_whole(rank: int, ours: Modules, one_shot: bool) -> None:
+    """As `normed`, where every rank has all of the residual and makes all of h; fp8 at last."""
+    (T, H), W = (7, 20), resolve(None).world_size
+    share = -(-T // W)
+    xs, weight, kept = [matrix(T, H, r) for r in range(W)], matrix(1, H, 50)[0], matrix(T, H, 60)
+    config = ours.norm.RMSNormConfig(teams=2, part=16, one_shot=one_shot)
+    nbytes = ours.norm.workspace_bytes(T, share, H, torch.float32, W, config)
+    ws = workspace(None, nbytes, channel="whole norm")
+    for call in range(CALLS):
+        y, h, *scales = ours.norm.launch_sum_rms_norm(
+            xs[rank] + call, ws, share, weight=weight, residual=kept, eps=1e-3, whole=True,
+            quantizes=call == CALLS - 1, config=config,
+        )  # fmt: skip
+        total = sum(xs) + W * call + kept
+        torch.testing.assert_close(h, total)
+        wanted = torch.nn.functional.rms_norm(total, (H,), weight, 1e-3)
+        for scale in scales:
+            y = y.float() * scale
+        near = 0.07 if scales else 1e-5
+        torch.testing.assert_close(y, wanted, rtol=near, atol=near / 10)
+
+
+def normed_whole_in_one_shot(rank: int, ours: Modules = OURS) -> None:
+    normed_whole(rank, ours, True)
+
+
+def normed_whole_in_two_shots(rank: int, ours: Modules = OURS) -> None:
+    normed_whole(rank, ours, False)
+
+
 def normed_in_one_shot(rank: int, ours: Modules = OURS) -> None:
     normed(rank, ours, True)
 
@@ -445,6 +475,8 @@ KERNELS: dict[str, Callable[..., None]] = {
     "decoding": decoding,
     "norm of sums, one shot": normed_in_one_shot,
     "norm of sums, two shots": normed_in_two_shots,
+    "norm of whole sums, one shot": normed_whole_in_one_shot,
+    "norm of whole sums, two shots": normed_whole_in_two_shots,
 }
 
 COLLECTIVES: dict[str, Callable[..., None]] = {

@@ -32,6 +32,7 @@ REDUCES = ALL[3:]
 PULLS, EXCHANGES, SUMS = list(COLLECTIVES)[:1], list(COLLECTIVES)[1:2], list(COLLECTIVES)[2:4]
 RINGS, DECODING = ("ring attention", "ring attention, backward"), ("decoding",)
 NORMS = ("norm of sums, one shot", "norm of sums, two shots")
+WHOLE_NORMS = ("norm of whole sums, one shot", "norm of whole sums, two shots")
 HEADS = ("attention by heads", "attention by heads, backward")
 BACKWARD = RINGS[1:]
 
@@ -163,7 +164,7 @@ IN_SIGNALS = [
         signals,
         "(generation & 1)",
         "(generation & 0)",
-        but(*REDUCES[1:], *SUMS[1:], *BACKWARD, *HEADS, *NORMS[1:]),
+        but(*REDUCES[1:], *SUMS[1:], *BACKWARD, *HEADS, *NORMS[1:], *WHOLE_NORMS[1:]),
     ),
     fault(
         "the generation stays",

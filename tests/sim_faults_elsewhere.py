@@ -16,6 +16,7 @@ from sim_faults import (
     RACE,
     RINGS,
     SUMS,
+    WHOLE_NORMS,
     fault,
 )
 
@@ -315,6 +316,42 @@ IN_NORMS = [
         "rest = W * sent",
         "rest = sent",
         NORMS,
+    ),
+    fault(
+        "rows are normalized before all ranks have shown them",
+        rms_norm_kernel,
+        "            ranks < W,\n",
+        "            ranks < W - 1,\n",
+        WHOLE_NORMS[1:],
+    ),
+    fault(
+        "rows are normalized when one part of each rank is there",
+        rms_norm_kernel,
+        "words = signals.slot_ptr(link.signal_ptrs, rank, W, 1, ranks, team * TEAM + lanes % TEAM)",
+        "words = signals.slot_ptr(link.signal_ptrs, rank, W, 1, ranks, team * TEAM + lanes * 0)",
+        WHOLE_NORMS[1:],
+    ),
+    fault(
+        "sums are shown to all but the rank itself",
+        rms_norm_kernel,
+        "signals.signal(words, generation, lanes < W)",
+        "signals.signal(words, generation, lanes < W - 1)",
+        WHOLE_NORMS[1:],
+        DEADLOCK,
+    ),
+    fault(
+        "what columns come to lies among the finished rows",
+        rms_norm_kernel,
+        "squares = (half + partial_at).to(",
+        "squares = (half + partial_at - 64).to(",
+        WHOLE_NORMS[1:],
+    ),
+    fault(
+        "every program of a team stores the scale",
+        rms_norm_kernel,
+        ", mask=tl.program_id(0) % TEAM == 0)",
+        ")",
+        WHOLE_NORMS,
     ),
 ]
 

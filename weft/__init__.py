@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from weft.kernels import RowParallelLinear as RowParallelLinear
     from weft.kernels import VocabParallelEmbedding as VocabParallelEmbedding
     from weft.kernels import all_gather_matmul as all_gather_matmul
+    from weft.kernels import all_reduce_residual_rms_norm as all_reduce_residual_rms_norm
     from weft.kernels import append_to_cache as append_to_cache
     from weft.kernels import flash_decode as flash_decode
     from weft.kernels import matmul_all_reduce as matmul_all_reduce
@@ -61,6 +62,7 @@ _HOME = {
     "matmul_reduce_scatter": "weft.kernels",
     "matmul_all_reduce": "weft.kernels",
     "reduce_scatter_rms_norm_all_gather": "weft.kernels",
+    "all_reduce_residual_rms_norm": "weft.kernels",
     "ring_attention": "weft.kernels",
     "ulysses_attention": "weft.kernels",
     "flash_decode": "weft.kernels",

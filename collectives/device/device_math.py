@@ -67,3 +67,17 @@ def rounded(x, dtype: tl.constexpr):
     else:
         result = x.to(dtype)
     return result
+
+
+# By integers, as chips before sm_89 convert to no such type and the interpreter truncates.
+@triton.jit
+def fp8_bits(x):
+    """`x` (fp32, of magnitudes that round to 448 at most) to e4m3, to nearest even: its bits."""
+    bits = x.to(tl.uint32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+    # The last bit of 2^14 + |x| is 2^-9, as that of numbers below 2^-6 is here.
+    small = (tl.abs(x) + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
+    result = tl.where(magnitude < 0x3C800000, small, normal)
+    result = tl.where(x == x, result, 0x7F)
+    return (result | ((bits >> 24) & 0x80)).to(tl.uint8)

@@ -319,17 +319,25 @@ def _collective_launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, 
 
 def _norm_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, Launch]]:
     norms = [("norm", 8, _HIDDEN), ("norm, two shots", 512, _HIDDEN)]
+    norms += [(f"{case}, {how}", T, H) for case, T, H in norms for how in ("whole", "fp8")]
     if wide:
         widths = (1000, 2049, 4096, 5120, WIDEST)
         norms += [
             (f"norm of {H}, {tokens} tokens", tokens, H) for H in widths for tokens in (1, 512)
-        ]
+        ] + [(f"norm of {WIDEST}, 512 tokens, fp8", 512, WIDEST)]
     for case, tokens, H in norms:
         x, weight = (torch.empty(*size, dtype=dtype, device="meta") for size in ((tokens, H), (H,)))
-        share = -(-tokens // _W)
+        share, whole = -(-tokens // _W), case.endswith(("whole", "fp8"))
         with catching(rms_norm_launch) as caught:
             rms_norm_launch.launch_sum_rms_norm(
-                x, _workspace(), share, weight=weight, residual=x[:share], eps=1e-6
+                x,
+                _workspace(),
+                share,
+                weight=weight,
+                residual=x if whole else x[:share],
+                eps=1e-6,
+                whole=whole,
+                quantizes=case.endswith("fp8"),
             )
         yield case, caught[0]
 

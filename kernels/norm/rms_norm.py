@@ -17,7 +17,7 @@ the residual and, gathered, that of every rank's x.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -83,7 +83,12 @@ def reduce_scatter_rms_norm_all_gather(
         x = [[3., 4.]] on both of 2 ranks, eps 0: y = [[.8485, 1.1314]] on both, h = [[6., 8.]] on
         rank 0 and of shape (0, 2) on rank 1.
     """
-    _check(x, weight, dim)
+    if x.ndim < 2 or not -x.ndim <= dim < x.ndim or dim % x.ndim == x.ndim - 1:
+        raise ValueError(
+            f"x must have at least 2 dims, and dim be one of them but the last, over which the "
+            f"norm is taken: got shape {tuple(x.shape)}, {dim=}"
+        )
+    check(x, weight)
     wide = torch.promote_types(x.dtype, torch.float32)
     eps = torch.finfo(wide).eps if eps is None else eps
     dim %= x.ndim
@@ -100,16 +105,15 @@ def reduce_scatter_rms_norm_all_gather(
     shape = (*x.shape[:dim], sizes[group.rank], *x.shape[dim + 1 :])
     check_residual(residual, shape, x.dtype, x.device)
     call = NormCall(group, sizes, eps, dim, told)
-    made = _ReduceNormGather.apply(call, _by_kernel(x, group), x, weight, residual)
+    run = _kernel_forward if by_kernel(_OP, x, group) else _forward
+    made = SumAndNorm.apply(call, run, x, weight, residual)
     return made
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor | None, dim: int) -> None:
-    if x.ndim < 2 or not -x.ndim <= dim < x.ndim or dim % x.ndim == x.ndim - 1:
-        raise ValueError(
-            f"x must have at least 2 dims, and dim be one of them but the last, over which the "
-            f"norm is taken: got shape {tuple(x.shape)}, {dim=}"
-        )
+def check(x: torch.Tensor, weight: torch.Tensor | None) -> None:
+    """Raise ValueError unless rows of x can be normalized, and multiplied by the weight."""
+    if not x.ndim:
+        raise ValueError("x must have at least one dim, over which the norm is taken")
     if not x.is_floating_point() or x.dtype.itemsize == 1:
         raise ValueError(f"x must be float64, float32, bfloat16 or float16, got {x.dtype}")
     if weight is not None and (
@@ -121,19 +125,19 @@ def _check(x: torch.Tensor, weight: torch.Tensor | None, dim: int) -> None:
         )
 
 
-def _by_kernel(x: torch.Tensor, group: Group) -> bool:
+def by_kernel(op: str, x: torch.Tensor, group: Group) -> bool:
     """Whether the kernel runs the call, from what is the same on every rank."""
     engine, H = settings.current_engine(), x.shape[-1]
     rows, nbytes = x.numel() // max(H, 1), 2 * x.numel() * x.element_size()
     refusal = f"rows may have up to {WIDEST} elements, got {H}" if H > WIDEST else ""
-    problem = Problem(_OP, rows, H, 0, x.dtype, nbytes, kernel_refusal=refusal)
+    problem = Problem(op, rows, H, 0, x.dtype, nbytes, kernel_refusal=refusal)
     if engine == "triton":
         return choose(problem, group, x.device) == "triton"
     if engine != "auto" or not group.on_gpus(x.device) or nbytes > _MOST_BYTES:
         return False
     supported, _ = is_supported("triton", problem, group, x.device)
     if supported and settings.tracing():
-        settings.record(_OP, "triton", "few bytes", f"{rows}x{H}", ranks=group.world_size)
+        settings.record(op, "triton", "few bytes", f"{rows}x{H}", ranks=group.world_size)
     return supported
 
 
@@ -145,12 +149,21 @@ def _inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
     return (x.square().mean(-1, keepdim=True) + eps).rsqrt()
 
 
+def normalized(h: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """rms_norm(h) * weight in fp32, or fp64 for that."""
+    wide = _wide(h)
+    y = wide * _inverse_rms(wide, eps)
+    return y if weight is None else y * weight
+
+
 class NormCall(NamedTuple):
     """One call, except for its tensors, which autograd must see.
 
     Attributes:
         group: given by its name in a graph.
         sizes: of the chunks along `dim`.
+        whole: whether every rank has the whole residual, and makes all of h.
+        quantizes: whether y is in fp8.
     """
 
     group: GroupLike
@@ -158,6 +171,8 @@ class NormCall(NamedTuple):
     eps: float
     dim: int
     told: tuple[Hashable, ...] = ()
+    whole: bool = False
+    quantizes: bool = False
 
     def gradients(
         self,
@@ -171,36 +186,46 @@ class NormCall(NamedTuple):
 
         With n = h / rms(h) and g = dy * weight: dh += (g - n mean(g n)) / rms(h), dw = sum of dy n.
         """
-        g, wide = _wide(reduce_scatter(dy, self.group, dim=self.dim, sizes=self.sizes)), _wide(h)
+        if not self.whole:
+            dy = reduce_scatter(dy, self.group, dim=self.dim, sizes=self.sizes)
+        g, wide = _wide(dy), _wide(h)
         scale = _inverse_rms(wide, self.eps)
         n, dx, dw = wide * scale, None, None
         needs_x, needs_weight, needs_residual = needs
         if weight is not None:
             if needs_weight:
-                of_rows = (g * n).flatten(0, -2).sum(0)
-                dw = Summed.apply(of_rows, resolve(self.group), "sum").to(weight.dtype)
-            if torch.is_grad_enabled():  # for the gradient of this one
+                of_rows = as_rows(g * n).sum(0)
+                if not self.whole:
+                    of_rows = Summed.apply(of_rows, resolve(self.group), "sum")
+                dw = of_rows.to(weight.dtype)
+            if torch.is_grad_enabled() and not self.whole:  # for the gradient of this one
                 weight = Spread.apply(weight, resolve(self.group))
             g = g * weight
         grad = (scale * (g - n * (g * n).mean(-1, keepdim=True)) + dh).to(h.dtype)
-        if needs_x:
+        if needs_x and self.whole:
+            dx = Spread.apply(grad, resolve(self.group)) if torch.is_grad_enabled() else grad
+        elif needs_x:
             dx = all_gather(grad, self.group, dim=self.dim, sizes=self.sizes)
         return dx, dw, grad if needs_residual else None
 
 
-class _ReduceNormGather(torch.autograd.Function):
-    """x (*batch, H), weight (H,), residual like h -> y like x, h (this rank's chunk)."""
+Run = Callable[
+    [NormCall, torch.Tensor, torch.Tensor | None, torch.Tensor | None], tuple[torch.Tensor, ...]
+]
+
+
+class SumAndNorm(torch.autograd.Function):
+    """x (*batch, H), weight (H,), residual like h -> y like x, h."""
 
     @staticmethod
     def forward(
         ctx: Any,
         call: NormCall,
-        by_kernel: bool,
+        run: Run,
         x: torch.Tensor,
         weight: torch.Tensor | None,
         residual: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        run = _kernel_forward if by_kernel else _forward
         y, h = run(call, x, weight, residual)
         ctx.save_for_backward(h, weight)
         ctx.call = call
@@ -222,33 +247,50 @@ def _forward(
     h = h.movedim(0, call.dim)
     if residual is not None:
         h += residual
-    wide = _wide(h)
-    y = wide * _inverse_rms(wide, call.eps)
-    y = (y if weight is None else y * weight).to(h.dtype)
+    y = normalized(h, weight, call.eps).to(h.dtype)
     return all_gather(y, call.group, dim=call.dim, sizes=call.sizes), h
+
+
+def run_kernel(
+    op: str,
+    call: NormCall,
+    rows: torch.Tensor,
+    share: int,
+    weight: torch.Tensor | None,
+    kept: torch.Tensor | None,
+) -> Sequence[torch.Tensor]:
+    """What `launch_sum_rms_norm` makes of the rows (T, H) and the residual `kept`."""
+    from weft.kernels.norm import rms_norm_launch as kernel
+
+    ws = kernel.workspace_for(rows, share, resolve(call.group))
+
+    def launched() -> tuple[torch.Tensor, ...]:
+        return kernel.launch_sum_rms_norm(
+            rows,
+            ws,
+            share,
+            weight=weight,
+            residual=kept,
+            eps=call.eps,
+            whole=call.whole,
+            quantizes=call.quantizes,
+        )
+
+    operands = rows, weight, kept
+    key = op, share, call.eps, call.quantizes, layouts_of(operands)
+    with ws.call(op, call.told):
+        return ws.repeat(key, operands, launched)
 
 
 @profiled(_OP)
 def _kernel_forward(
     call: NormCall, x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from weft.kernels.norm import rms_norm_launch as kernel
-
     front, group = x.movedim(call.dim, 0), resolve(call.group)
     between, H = front.shape[1:-1], x.shape[-1]
-    share = call.sizes[0] * between.numel()
-    rows = as_rows(front)
     kept = None if residual is None else as_rows(residual.movedim(call.dim, 0))
-    ws = kernel.workspace_for(rows, share, group)
-
-    def launched() -> tuple[torch.Tensor, ...]:
-        return kernel.launch_sum_rms_norm(
-            rows, ws, share, weight=weight, residual=kept, eps=call.eps
-        )
-
-    operands = rows, weight, kept
-    with ws.call(_OP, call.told):
-        y, h = ws.repeat((_OP, share, call.eps, layouts_of(operands)), operands, launched)
+    share = call.sizes[0] * between.numel()
+    y, h = run_kernel(_OP, call, as_rows(front), share, weight, kept)
     h = h.view(call.sizes[group.rank], *between, H)
     return y.view(front.shape).movedim(0, call.dim), h.movedim(0, call.dim)
 

@@ -1,31 +1,40 @@
-"""The Triton kernel of reduce_scatter_rms_norm_all_gather: one launch, one or two crossings.
+"""The Triton kernel of the two ops of this room: one launch, one or two crossings.
 
-Legend: W ranks, each with its own terms x (T, H) and the residual of its own rows, C at most; sums
-h and results y. See `rms_norm`.
+Legend: W ranks, each with its own terms x (T, H), and the residual of its own rows, C at most, or
+(WHOLE) of all of them; sums h and results y. See `rms_norm` and `all_reduce_norm`.
 
     two shots   x[rows of p] --> slot r of p   p: h = slot 0 + slot 1 .. + residual, normalize
                                                y[own rows] --> finished rows of every rank --> y
+         WHOLE                                 p: h = slot 0 + slot 1 .. + residual
+                                               h[own rows] --> finished rows of every rank, each of
+                                               which keeps h and normalizes all rows
     one shot    x, residual --> slot r and residual rows of every rank: each makes all rows of y
+         WHOLE  x --> slot r of every rank
 
 One shot sends (W - 1) times the bytes, two shots about twice, but they cross the links twice.
 
 A half of the workspace is W slots of R rows (R = C, in one shot T) and then T rows more: finished
-ones, in one shot residuals. A row is added up in rank order in fp32, rounded once as h, and y is
-made of that, so that all ranks get the same bits either way.
+ones, in one shot residuals. In two shots of WHOLE, what the columns of each program and finished
+row come to, `Partial`, lies behind them. A row is added up in rank order in fp32, rounded once as
+h, and y is made of that, so that all ranks get the same bits either way. In fp8, y is divided by
+the scale of its row, the largest magnitude / 448, which its programs find as they find the squares.
 
 Protocol. There are Q teams of S programs, twice. Team t has the i-th row of each rank, in one shot
 of all rows, for i % Q == t, and each of its programs a part of the columns.
   1. Program p < Q S, which adds up: store the columns in slot `rank` of each peer; signal all their
      words (0, rank, p): release at system scope. Wait for the words (0, r, p) of all peers
      (acquire, system scope). Store h, and the sum of its squares; signal the rank's own word
-     (0, rank, p): release at device scope.
+     (0, rank, p): release at device scope. Two shots of WHOLE: store both on every rank, signal
+     the words (1, rank, p) of all ranks, its own too: release at system scope.
   2. Program Q S + p, which normalizes: wait for the own words (0, rank, q) of all programs q of
      the team; store y. Two shots: store it among the finished rows of all peers, signal their words
-     (1, rank, Q S + p), wait for the words (1, r, Q S + p), and copy the finished rows.
+     (1, rank, Q S + p), wait for the words (1, r, Q S + p), and copy the finished rows. Two shots
+     of WHOLE: wait for the words (1, r, q) of all ranks r and programs q of the team, all of them
+     polled together; store h and y of all rows.
   3. All programs take a ticket; the last one sets GENERATION.
 
 Why it neither races nor deadlocks: a program signals all that it has for peers before it waits, and
-waits for the same program of its peers, or for smaller ones of its own rank. Calls alternate
+waits for the same program of its peers, or for smaller ones of any rank. Calls alternate
 halves; rules 1 and 2 of `weft.collectives.device.signals` hold, because each program that adds up
 signals every peer after this rank's last call has ended, and waits for every peer.
 """
@@ -39,7 +48,7 @@ import triton
 import triton.language as tl
 
 from weft.collectives.device import signals
-from weft.collectives.device.device_math import either_ptr, mask_if, rounded
+from weft.collectives.device.device_math import either_ptr, fp8_bits, mask_if, rounded
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,7 @@ class NormVariant:
         part: columns of a program.
         align: bytes that divide all addresses of rows, 16 at most.
         one_shot: whether every rank makes all rows.
+        whole: whether every rank has the residual of all rows, and keeps all of h.
     """
 
     world_size: int
@@ -59,6 +69,22 @@ class NormVariant:
     part: int
     align: int
     one_shot: bool
+    whole: bool
+
+    @property
+    def shows_sums(self) -> bool:
+        """Whether finished rows are h, which all ranks normalize."""
+        return self.whole and not self.one_shot
+
+
+class Partial(NamedTuple):
+    """What a program's columns of each row come to: (rows, team) fp32.
+
+    Fields: `squares`, the sums of those of h; `largest`, the greatest |h * weight|, or None.
+    """
+
+    squares: Any
+    largest: Any
 
 
 class TeamCall(NamedTuple):
@@ -90,12 +116,14 @@ class TeamCall(NamedTuple):
 
 @triton.jit(do_not_specialize=["rank"])
 def sum_rms_norm_kernel(
-    y_ptr,  # (T, H)
-    sums_ptr,  # h of the rows that this rank makes: its own or, in one shot, all
-    squares_ptr,  # (these rows, team) fp32
+    y_ptr,  # (T, H), or its bytes in fp8
+    scales_ptr,  # (T,) fp32 of y in fp8, or None
+    sums_ptr,  # h of the rows that this rank makes: its own or, in one shot or if WHOLE, all
+    partial,  # Partial of the rows that this rank adds up; unused if V.shows_sums
     x_ptr,  # (T, H)
     weight_ptr,  # (H,), or None
-    residual_ptr,  # (rows of this rank, H), or None
+    residual_ptr,  # (rows of this rank, or if V.whole all, H), or None
+    partial_at,  # bytes into the half, where V.shows_sums
     link,
     T,
     share,
@@ -111,6 +139,7 @@ def sum_rms_norm_kernel(
     """
     W: tl.constexpr = V.world_size
     TEAM: tl.constexpr = V.team
+    SHOWS: tl.constexpr = V.shows_sums
     program, adding = tl.program_id(0), tl.num_programs(0) // 2
     generation = signals.begin_call(link.signal_ptrs, rank)
     team, teams = program % adding // TEAM, adding // TEAM
@@ -131,9 +160,49 @@ def sum_rms_norm_kernel(
             link.signal_ptrs, rank, W, 0, program, generation, link.timeout_ns
         )
         if arrived:
-            _add_up(call, sums_ptr, squares_ptr, x_ptr, residual_ptr, V)
+            _add_up(call, sums_ptr, partial, x_ptr, weight_ptr, residual_ptr, partial_at, V)
+        if SHOWS:
+            if arrived:
+                lanes, ranks = signals.peer_lanes(rank + 1, W)
+                words = signals.slot_ptr(link.signal_ptrs, ranks, W, 1, rank, program)
+                signals.signal(words, generation, lanes < W)
+        elif arrived:
             own_word = signals.slot_ptr(link.signal_ptrs, rank, W, 0, rank, program)
             signals.signal_local(own_word, generation)
+    elif SHOWS:
+        lanes = tl.arange(0, triton.next_power_of_2(W) * TEAM)
+        ranks = lanes // TEAM
+        words = signals.slot_ptr(link.signal_ptrs, rank, W, 1, ranks, team * TEAM + lanes % TEAM)
+        arrived = signals.wait_for_lanes(
+            signals.peer_ptr(link.signal_ptrs, rank, tl.int64),
+            words,
+            ranks,
+            ranks < W,
+            rank,
+            generation,
+            link.timeout_ns,
+            "sys",
+        )
+        if arrived:
+            shown = _shown(call, rank, partial_at, scales_ptr, V)
+            for i in range(team, share, teams):
+                for step in range(W):
+                    row = (rank + step) % W * share + i
+                    if row < T:
+                        h = _row_ptr(call, rank, rest + row, x_ptr.dtype.element_ty)
+                        _normalize(
+                            call,
+                            y_ptr,
+                            scales_ptr,
+                            h,
+                            shown,
+                            row,
+                            row,
+                            weight_ptr,
+                            eps,
+                            V,
+                            sums_ptr,
+                        )
     else:
         begin = team * TEAM
         arrived = signals.wait_for_own(
@@ -141,7 +210,10 @@ def sum_rms_norm_kernel(
             link.timeout_ns, TEAM,
         )  # fmt: skip
         if arrived:
-            _normalize(call, y_ptr, sums_ptr, squares_ptr, weight_ptr, eps, V)
+            for i in range(team, made, teams):
+                row = i if V.one_shot else first + i
+                h = _at(sums_ptr, i, H)
+                _normalize(call, y_ptr, scales_ptr, h, partial, i, row, weight_ptr, eps, V)
             if not V.one_shot:
                 signals.signal_peers(link.signal_ptrs, rank, W, 1, program, generation)
                 arrived = signals.wait_for_peers(
@@ -151,7 +223,9 @@ def sum_rms_norm_kernel(
             _copy_finished(call, y_ptr, V)
     if signals.end_call(link.signal_ptrs, rank, generation):
         signals.spoil(y_ptr, tl.cast(T, tl.int64) * H)
-        signals.spoil(sums_ptr, tl.cast(made, tl.int64) * H)
+        signals.spoil(sums_ptr, tl.cast(T if V.whole else made, tl.int64) * H)
+        if scales_ptr is not None:
+            signals.spoil(scales_ptr, T)
 
 
 @triton.jit
@@ -164,7 +238,7 @@ def _send_terms(call, x_ptr, residual_ptr, V: tl.constexpr):
         if V.one_shot:
             term = tl.load(_at(x_ptr, i, H) + columns, mask=inside)
             _send(call, term, inside, slot, W)
-            if residual_ptr is not None:
+            if residual_ptr is not None and not V.whole:
                 is_own = (i >= call.first) & (i < call.first + call.own_rows)
                 own = mask_if(is_own, inside)
                 kept = tl.load(_at(residual_ptr, i - call.first, H) + columns, mask=own)
@@ -179,8 +253,8 @@ def _send_terms(call, x_ptr, residual_ptr, V: tl.constexpr):
 
 
 @triton.jit
-def _add_up(call, sums_ptr, squares_ptr, x_ptr, residual_ptr, V: tl.constexpr):
-    """Store h, the sums of all ranks' terms in rank order, and what its squares add up to."""
+def _add_up(call, sums_ptr, partial, x_ptr, weight_ptr, residual_ptr, partial_at, V: tl.constexpr):
+    """Store h, the sums of all ranks' terms in rank order, and what it comes to: `Partial`."""
     W: tl.constexpr = V.world_size
     PART: tl.constexpr = V.part
     ALIGN: tl.constexpr = V.align
@@ -194,34 +268,92 @@ def _add_up(call, sums_ptr, squares_ptr, x_ptr, residual_ptr, V: tl.constexpr):
             term = tl.multiple_of(either_ptr(rank == r, _at(x_ptr, row, H), slot), ALIGN)
             h += tl.load(term + columns, mask=inside, other=0.0).to(tl.float32)
         if residual_ptr is not None:
-            kept = _at(residual_ptr, row - call.first, H)
-            if V.one_shot:
-                own = (row >= call.first) & (row < call.first + call.own_rows)
-                shown = _row_ptr(call, rank, call.rest + row, dtype)
-                kept = tl.multiple_of(either_ptr(own, kept, shown), ALIGN)
+            if V.whole:
+                kept = _at(residual_ptr, row, H)
+            else:
+                kept = _at(residual_ptr, row - call.first, H)
+                if V.one_shot:
+                    own = (row >= call.first) & (row < call.first + call.own_rows)
+                    shown = _row_ptr(call, rank, call.rest + row, dtype)
+                    kept = tl.multiple_of(either_ptr(own, kept, shown), ALIGN)
             h += tl.load(kept + columns, mask=inside, other=0.0).to(tl.float32)
         total = rounded(h, dtype)
-        tl.store(_at(sums_ptr, i, H) + columns, total, mask=inside)
         h = total.to(tl.float32)
-        tl.store(squares_ptr + i * V.team + tl.program_id(0) % V.team, _added_up(h * h))
+        weighted = h
+        if partial.largest is not None:
+            weighted = tl.abs(_weighted(h, call, weight_ptr))
+        squares, part = _added_up(h * h), tl.program_id(0) % V.team
+        if V.shows_sums:
+            for step in range(1, W + 1):
+                peer = (rank + step) % W
+                tl.store(_row_ptr(call, peer, call.rest + row, dtype) + columns, total, mask=inside)
+                shown_there = _shown(call, peer, partial_at, partial.largest, V)
+                _store_partial(shown_there, row * V.team + part, squares, weighted)
+        else:
+            tl.store(_at(sums_ptr, i, H) + columns, total, mask=inside)
+            _store_partial(partial, i * V.team + part, squares, weighted)
 
 
 @triton.jit
-def _normalize(call, y_ptr, sums_ptr, squares_ptr, weight_ptr, eps, V: tl.constexpr):
-    """Store y of the rows that this rank makes; in two shots send it to all peers, too."""
+def _store_partial(partial, place, squares, weighted):
+    tl.store(partial.squares + place, squares)
+    if partial.largest is not None:
+        tl.store(partial.largest + place, signals.greatest(weighted))
+
+
+@triton.jit
+def _shown(call, owner, partial_at, quantizes, V: tl.constexpr):
+    """The `Partial` of all rows behind the finished rows of `owner`."""
+    link = call.link
+    half = signals.half_ptr(link.buffer_ptrs, owner, call.generation, link.half_bytes, tl.int8)
+    squares = (half + partial_at).to(tl.pointer_type(tl.float32))
+    return Partial(squares, None if quantizes is None else squares + call.T * V.team)
+
+
+@triton.jit
+def _weighted(h, call, weight_ptr):
+    """h * weight, in fp32."""
+    if weight_ptr is not None:
+        h *= tl.load(weight_ptr + call.columns, mask=call.inside, other=0.0).to(tl.float32)
+    return h
+
+
+@triton.jit
+def _normalize(
+    call,
+    y_ptr,
+    scales_ptr,
+    h_ptr,  # of this row
+    partial,
+    i,  # row of `partial`
+    row,  # of y
+    weight_ptr,
+    eps,
+    V: tl.constexpr,
+    sums_ptr=None,  # where h is copied to
+):
+    """Store y of one row; in two shots, unless V.whole, send it to all peers, too."""
     W: tl.constexpr = V.world_size
+    TEAM: tl.constexpr = V.team
     H, columns, inside = call.H, call.columns, call.inside
-    for i in range(call.team, call.made, call.teams):
-        row = i if V.one_shot else call.first + i
-        squares = tl.load(squares_ptr + i * V.team + tl.arange(0, V.team))
-        y = tl.load(_at(sums_ptr, i, H) + columns, mask=inside, other=0.0).to(tl.float32)
-        y *= tl.rsqrt(_added_up(squares) / H + eps)
-        if weight_ptr is not None:
-            y *= tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    squares = tl.load(partial.squares + i * TEAM + tl.arange(0, TEAM))
+    total = tl.load(h_ptr + columns, mask=inside, other=0.0)
+    if sums_ptr is not None:
+        tl.store(_at(sums_ptr, row, H) + columns, total, mask=inside)
+    inverse = tl.rsqrt(_added_up(squares) / H + eps)
+    if scales_ptr is None:
+        y = _weighted(total.to(tl.float32) * inverse, call, weight_ptr)
         result = rounded(y, y_ptr.dtype.element_ty)
-        tl.store(_at(y_ptr, row, H) + columns, result, mask=inside)
-        if not V.one_shot:
-            _send(call, result, inside, call.rest + row, W)
+    else:
+        largest = tl.load(partial.largest + i * TEAM + tl.arange(0, TEAM))
+        # As `fp8.quantized`: the least divisor is that of the smallest normal number.
+        scale = tl.maximum(signals.greatest(largest) * inverse, 1.1754943508222875e-38) / 448.0
+        tl.store(scales_ptr + row, scale, mask=tl.program_id(0) % TEAM == 0)
+        y = _weighted(total.to(tl.float32), call, weight_ptr) * inverse
+        result = fp8_bits(y / scale)
+    tl.store(_at(y_ptr, row, H) + columns, result, mask=inside)
+    if not V.one_shot and not V.whole:
+        _send(call, result, inside, call.rest + row, W)
 
 
 @triton.jit

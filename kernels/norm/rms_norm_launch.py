@@ -12,7 +12,8 @@ from weft.collectives.device.launches import launching, temporary
 from weft.collectives.kernels.kernel_collectives import alignment
 from weft.collectives.memory.workspace import check_room, link_of
 from weft.kernels.engine.chips import INTERPRETER, Chip, LaunchOptions, chip_of
-from weft.kernels.norm.rms_norm_kernel import NormVariant, sum_rms_norm_kernel
+from weft.kernels.engine.fp8 import FP8
+from weft.kernels.norm.rms_norm_kernel import NormVariant, Partial, sum_rms_norm_kernel
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,13 @@ def workspace_bytes(
 ) -> int:
     """Symmetric memory that a call needs on each rank; arguments as of `rms_norm_config`."""
     made = rows if config.one_shot else share
-    return (world_size * made + rows) * H * dtype.itemsize
+    partial = 0 if config.one_shot else 2 * rows * config.team(H) * 4  # fp32
+    return _partial_at(rows, made, H, dtype, world_size) + partial
+
+
+def _partial_at(rows: int, made: int, H: int, dtype: torch.dtype, world_size: int) -> int:
+    """Bytes into a half, behind the slots and the finished rows."""
+    return -(-(world_size * made + rows) * H * dtype.itemsize // 16) * 16
 
 
 def workspace_for(x: torch.Tensor, share: int, group: Group) -> Workspace:
@@ -77,8 +84,10 @@ def launch_sum_rms_norm(
     weight: torch.Tensor | None,
     residual: torch.Tensor | None,
     eps: float,
+    whole: bool = False,
+    quantizes: bool = False,
     config: RMSNormConfig | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """Enqueue the sum of all ranks' x, and its normalization.
 
     Args:
@@ -86,32 +95,44 @@ def launch_sum_rms_norm(
         ws: `workspace_for` x.
         share: rows that each rank keeps; of the last ranks fewer, or none.
         weight: (H,), of any floating dtype.
-        residual: for this rank's rows, with the dtype of x.
+        residual: for this rank's rows, or if `whole` for all, with the dtype of x.
+        whole: whether h is made for all rows on every rank.
+        quantizes: whether y is in fp8; only if `whole`.
 
     Returns:
-        y (T, H), and h for this rank's rows: new, with the dtype of x.
+        y (T, H), and h for this rank's rows, or if `whole` for all: new, with the dtype of x. In
+        fp8 also the scales (T, 1) of y.
     """
     T, H = x.shape
     first = min(ws.rank * share, T)
     own_rows = min(share, T - first)
     x = x.contiguous()
-    y = torch.empty_like(x)
+    kept_rows = T if whole else own_rows
+    y = torch.empty_like(x, dtype=FP8 if quantizes else x.dtype)
+    scales = [x.new_empty(T, 1, dtype=torch.float32)] if quantizes else []
     if not x.numel():
-        return y, x.new_empty(own_rows, H)
+        return y, x.new_empty(kept_rows, H), *scales
     config = config or rms_norm_config(T, share, H, x.dtype, ws.world_size, chip_of(x.device))
     needed = workspace_bytes(T, share, H, x.dtype, ws.world_size, config)
     check_room(ws, needed, "workspace_bytes(rows, share, H, dtype, world_size, config)")
     residual = None if residual is None else residual.contiguous()
     team = config.team(H)
-    sums = x.new_empty(T if config.one_shot else own_rows, H)
+    sums = x.new_empty(T if config.one_shot else kept_rows, H)
+    made, adds = (T, T) if config.one_shot else (share, own_rows)
+
+    def partial() -> torch.Tensor:
+        return temporary(torch.empty(adds * team, dtype=torch.float32, device=x.device))
+
     operands = [t.data_ptr() for t in (x, residual) if t is not None]
     launching(sum_rms_norm_kernel, 2 * config.teams * team)(
-        y,
+        y.view(torch.int8) if quantizes else y,
+        scales[0] if quantizes else None,
         sums,
-        temporary(torch.empty(len(sums) * team, dtype=torch.float32, device=x.device)),
+        Partial(partial(), partial() if quantizes else None),
         x,
         None if weight is None else weight.contiguous(),
         residual,
+        _partial_at(T, made, H, x.dtype, ws.world_size),
         link_of(ws),
         T,
         share,
@@ -124,7 +145,9 @@ def launch_sum_rms_norm(
             part=config.part,
             align=alignment(x.element_size(), operands, [H]),
             one_shot=config.one_shot,
+            whole=whole,
         ),
         **config.options,
     )
-    return y, sums[first : first + own_rows] if config.one_shot else sums
+    h = sums[first : first + own_rows] if config.one_shot and not whole else sums
+    return y, h, *scales

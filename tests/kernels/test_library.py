@@ -55,6 +55,8 @@ def calls() -> list[tuple[Any, tuple[Any, ...]]]:
             ops.reduce_scatter_rms_norm_all_gather,
             (leaf(2, 5, 6), b, leaf(2, mine[rank], 6), name, 0.1, 1),
         ),
+        (ops.all_reduce_residual_rms_norm, (leaf(2, 5, 6), leaf(2, 5, 6), b, name, 0.1)),
+        (ops.all_reduce_residual_rms_norm, (torch.rand(5, 4), None, None, name, 0.1, "fp8")),
         (ops.reduce_scatter_rms_norm_all_gather, (leaf(5, 4), None, None, name, 0.1)),
         (ops.ring_attention, (q, k, v, name, True, 0.3, "contiguous", [2, -1], documents)),
         (ops.tokens_to_heads, (k, name, 4, 2, True, sizes)),
