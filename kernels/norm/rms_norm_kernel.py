@@ -19,8 +19,10 @@ row come to, `Partial`, lies behind them. A row is added up in rank order in fp3
 h, and y is made of that, so that all ranks get the same bits either way. In fp8, y is divided by
 the scale of its row, the largest magnitude / 448, which its programs find as they find the squares.
 
-Protocol. There are Q teams of S programs, twice. Team t has the i-th row of each rank, in one shot
-of all rows, for i % Q == t, and each of its programs a part of the columns.
+Protocol. There are Q teams of S programs that add up, and as many that normalize; in two shots of
+WHOLE V.spread times as many, among which the rows of all ranks are dealt. Team t has the i-th row
+of each rank, in one shot of all rows, for i % Q == t, and each of its programs a part of the
+columns.
   1. Program p < Q S, which adds up: store the columns in slot `rank` of each peer; signal all their
      words (0, rank, p): release at system scope. Wait for the words (0, r, p) of all peers
      (acquire, system scope). Store h, and the sum of its squares; signal the rank's own word
@@ -62,6 +64,7 @@ class NormVariant:
         align: bytes that divide all addresses of rows, 16 at most.
         one_shot: whether every rank makes all rows.
         whole: whether every rank has the residual of all rows, and keeps all of h.
+        spread: programs that normalize for each one that adds up.
     """
 
     world_size: int
@@ -70,6 +73,7 @@ class NormVariant:
     align: int
     one_shot: bool
     whole: bool
+    spread: int
 
     @property
     def shows_sums(self) -> bool:
@@ -132,7 +136,7 @@ def sum_rms_norm_kernel(
     rank,
     V: tl.constexpr,  # NormVariant
 ) -> None:
-    """All tensors contiguous. Grid: 2 * teams * team.
+    """All tensors contiguous. Grid: (1 + V.spread) * teams * team.
 
     Example: 2 ranks, x = [[3 4]] on both, eps 0: h = [[6 8]] on rank 0, none on rank 1;
     y = [[.85 1.13]] on both.
@@ -140,7 +144,7 @@ def sum_rms_norm_kernel(
     W: tl.constexpr = V.world_size
     TEAM: tl.constexpr = V.team
     SHOWS: tl.constexpr = V.shows_sums
-    program, adding = tl.program_id(0), tl.num_programs(0) // 2
+    program, adding = tl.program_id(0), tl.num_programs(0) // (1 + V.spread)
     generation = signals.begin_call(link.signal_ptrs, rank)
     team, teams = program % adding // TEAM, adding // TEAM
     columns = program % TEAM * V.part + tl.arange(0, V.part)
@@ -186,7 +190,7 @@ def sum_rms_norm_kernel(
         if arrived:
             shown = _shown(call, rank, partial_at, scales_ptr, V)
             for i in range(team, share, teams):
-                for step in range(W):
+                for step in range(program // adding - 1, W, V.spread):
                     row = (rank + step) % W * share + i
                     if row < T:
                         h = _row_ptr(call, rank, rest + row, x_ptr.dtype.element_ty)

@@ -39,6 +39,8 @@ class RMSNormConfig(LaunchOptions):
 _ONE_SHOT_BYTES = 256 << 10
 _PROGRAMS = 64
 _PART = 1024  # 8 elements a lane
+# In virtual time on 8 x H100, 64 rows of 8192 take 18.7 us with 1, 16.2 with 4 and 16.3 with 8.
+_SPREAD = 4
 
 
 def rms_norm_config(
@@ -124,7 +126,8 @@ def launch_sum_rms_norm(
         return temporary(torch.empty(adds * team, dtype=torch.float32, device=x.device))
 
     operands = [t.data_ptr() for t in (x, residual) if t is not None]
-    launching(sum_rms_norm_kernel, 2 * config.teams * team)(
+    spread = min(_SPREAD, ws.world_size) if whole and not config.one_shot else 1
+    launching(sum_rms_norm_kernel, (1 + spread) * config.teams * team)(
         y.view(torch.int8) if quantizes else y,
         scales[0] if quantizes else None,
         sums,
@@ -146,6 +149,7 @@ def launch_sum_rms_norm(
             align=alignment(x.element_size(), operands, [H]),
             one_shot=config.one_shot,
             whole=whole,
+            spread=spread,
         ),
         **config.options,
     )
