@@ -28,6 +28,7 @@ from sim_faults_elsewhere import (
 )
 
 from weft import sim
+from weft.bench.report.tables import between_marks
 from weft.collectives import movement
 from weft.collectives.device import signals
 from weft.kernels.device import (
@@ -150,7 +151,7 @@ def table() -> str:
 
 def with_table(page: str) -> str:
     """The page with this table in the place of its own."""
-    return re.sub(r"(?s)(<!-- faults -->\n).*(\n<!-- /faults -->)", rf"\1{table()}\2", page)
+    return between_marks(page, "faults", table())
 
 
 def moved_texts() -> list[str]:

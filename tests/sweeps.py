@@ -17,6 +17,7 @@ from pathlib import Path
 from sim_cases import COLLECTIVES, HOST, KERNELS, triton_attention, triton_training
 
 from weft import sim
+from weft.bench.report.tables import between_marks
 
 CASES = (
     KERNELS
@@ -51,7 +52,7 @@ def with_rows(page: str, rows: dict[Key, str]) -> str:
     )
     table = "\n".join([HEAD, "| --- | --- | ---: | ---: | ---: | ---: | --- | ---: |"])
     table = "\n".join([table, *(rows[key] for key in order)])
-    return re.sub(r"(?s)(<!-- sweeps -->\n).*(\n<!-- /sweeps -->)", rf"\1{table}\2", page)
+    return between_marks(page, "sweeps", table)
 
 
 def keep(page: Path, key: Key, row: str) -> None:

@@ -113,21 +113,11 @@ def _doctor() -> None:
         raise RuntimeError(f"weft doctor says\n{done.stdout}")
 
 
-# One kernel of each kind.
-_SANITIZED = (
-    "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "norm", "ring_attention",
-    "flash_decode", "all_reduce",
-)  # fmt: skip
-
-
 def small_cases() -> list[Any]:
     """Small calls of one of two ranks, which wait for nobody."""
     from weft.bench.solo import cases
 
-    first: dict[str, Any] = {}
-    for spec in cases.cases(True, [2]):
-        first.setdefault(spec.params["op"], spec)
-    return [first[op] for op in _SANITIZED]
+    return list[Any](cases.of_each_kind(cases.cases(True, [2])))
 
 
 def run_small_cases(device: str) -> None:

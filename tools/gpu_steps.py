@@ -129,7 +129,7 @@ def solo_parts(quick: bool) -> dict[str, tuple[Any, str]]:
     from weft.bench.solo import cases
     from weft.sim.unwaited import PARTS
 
-    some = cases.in_parts([*solo_specs(quick).values()])[: 1 if quick else None]
+    some = cases.of_each_kind([*solo_specs(quick).values()])[: 1 if quick else None]
     return {f"{spec.name}, {PARTS[part]}": (spec, part) for part in PARTS for spec in some}
 
 

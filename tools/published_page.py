@@ -10,10 +10,9 @@ from weft.bench.published.command import summary
 from weft.bench.published.plot import draw
 from weft.bench.published.predict import Prediction, predict
 from weft.bench.published.rows import SHIPPED, op_words, read
-from weft.bench.report.tables import figure, markdown_lines
+from weft.bench.report.tables import between_marks, figure, markdown_lines
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "published.md"
-_START, _END = "<!-- published -->", "<!-- /published -->"
 
 
 def tables(predictions: Sequence[Prediction]) -> str:
@@ -63,9 +62,7 @@ def main() -> None:
     """Write the page and its picture."""
     predictions = [predict(row) for row in read(SHIPPED)]
     draw(predictions, PAGE.with_suffix(".svg"))
-    before, _, rest = PAGE.read_text().partition(_START)
-    _, _, after = rest.partition(_END)
-    PAGE.write_text(f"{before}{_START}\n{tables(predictions)}\n{_END}{after}")
+    PAGE.write_text(between_marks(PAGE.read_text(), "published", tables(predictions)))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
-from weft.bench.report.tables import markdown_lines
+from weft.bench.report.tables import between_marks, markdown_lines
 from weft.bench.rows import Case, Result, geometric_mean
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,13 +66,7 @@ def _size(case: Case) -> str:
 def main() -> None:
     """Replace what is between the markers."""
     path = ROOT / "README.md"
-    text = re.sub(
-        r"(<!-- bench -->\n).*(<!-- /bench -->)",
-        lambda found: f"{found[1]}{table()}\n{found[2]}",
-        path.read_text(),
-        flags=re.DOTALL,
-    )
-    path.write_text(text)
+    path.write_text(between_marks(path.read_text(), "bench", table()))
     print(f"wrote the table in {path.name}")
 
 

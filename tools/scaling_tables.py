@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weft.bench.published.rows import Row
-from weft.bench.report.tables import markdown_lines
+from weft.bench.report.tables import between_marks, markdown_lines
 from weft.collectives.prices import library
 from weft.collectives.prices.hardware import named
 
 if TYPE_CHECKING:
     from tools.scaling_page import EngineTimes
-
-_START, _END = "<!-- scaling -->", "<!-- /scaling -->"
 
 
 def tables(rows: Sequence[EngineTimes]) -> str:
@@ -170,18 +167,13 @@ def write(
     own: Sequence[tuple[str, float, float]],
 ) -> None:
     """Put tables and errors between the page's marks."""
-    text = path.read_text()
     inner = f"{tables(rows)}\n"
     if slower:
         inner += f"### If a core stored more slowly over links\n\n{slower_stores(slower)}\n\n"
     inner += f"### The same problems, measured by others\n\n{beside_others(others)}"
     if own:
         inner += f"\n\n### The model beside own measurements\n\n{errors(own)}"
-    pattern = f"{re.escape(_START)}.*?{re.escape(_END)}"
-    new, count = re.subn(pattern, lambda _: f"{_START}\n{inner}\n{_END}", text, flags=re.DOTALL)
-    if count != 1:
-        raise ValueError(f"{path} must hold {_START} ... {_END} once, found {count}")
-    path.write_text(new)
+    path.write_text(between_marks(path.read_text(), "scaling", inner))
 
 
 def _us(value: float) -> str:

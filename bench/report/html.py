@@ -10,7 +10,7 @@ from pathlib import Path
 from weft.bench.registry import SUITES
 from weft.bench.report.advice import advice, best_engine, best_fraction
 from weft.bench.report.plots import CAPTIONS
-from weft.bench.report.tables import LEGEND, TextTable, table_of
+from weft.bench.report.tables import LEGEND, table_of
 from weft.bench.rows import Case, Result
 from weft.kernels.engine.tuning import OPS
 
@@ -19,7 +19,7 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2em auto
        color: #1b1f24 }
 table { border-collapse: collapse; font-size: 13px }
 th, td { padding: .25em .5em; border-bottom: 1px solid #ddd; text-align: right }
-details { overflow-x: auto }
+.table { overflow-x: auto }
 th:first-child, td:first-child { text-align: left }
 th { background: #f4f6f8 }
 img { max-width: 100% }
@@ -70,7 +70,8 @@ def _section(result: Result, folder: Path) -> str:
         parts += ["<h3>Which engine for which shape</h3>", *_engine_grids(result.cases)]
     for path in sorted(folder.glob(f"{result.suite}-*.png")):
         parts.append(_figure(path, CAPTIONS[path.stem.partition("-")[2]]))
-    parts.append(f"<details open><summary>All cases</summary>{_table(table)}</details>")
+    cells = _grid(table.header, table.rows)
+    parts.append(f"<details open><summary>All cases</summary>{cells}</details>")
     notes = [note for note in table.notes if "not quiet" not in note]
     parts.append("<ul class='small'>" + "".join(f"<li>{_e(n)}</li>" for n in notes) + "</ul>")
     parts.append(_environment(result))
@@ -85,14 +86,16 @@ def _figure(path: Path, caption: str) -> str:
     )
 
 
-def _table(table: TextTable) -> str:
-    return _grid(table.header, ((cell for cell in row) for row in table.rows))
-
-
 def _grid(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table of text, which scrolls where it is wider than the page."""
+    return _scrolling(header, ("".join(f"<td>{_e(c)}</td>" for c in row) for row in rows))
+
+
+def _scrolling(header: Iterable[str], rows: Iterable[str]) -> str:
+    """The same of rows that are HTML."""
     head = "".join(f"<th>{_e(cell)}</th>" for cell in header)
-    body = "".join("<tr>" + "".join(f"<td>{_e(c)}</td>" for c in row) + "</tr>" for row in rows)
-    return f"<table><tr>{head}</tr>{body}</table>"
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    return f"<div class='table'><table><tr>{head}</tr>{body}</table></div>"
 
 
 def _engine_grids(cases: Sequence[Case]) -> list[str]:
@@ -106,15 +109,12 @@ def _engine_grids(cases: Sequence[Case]) -> list[str]:
         for K in sorted({case.params["K"] for case in mine}):
             cells = {(c.params["M"], c.params["N"]): c for c in mine if c.params["K"] == K}
             columns = sorted({n for _, n in cells})
-            rows = []
-            for m in sorted({m for m, _ in cells}):
-                row = "".join(_cell(cells.get((m, n))) for n in columns)
-                rows.append(f"<tr><td>M = {_e(m)}</td>{row}</tr>")
-            head = "".join(f"<th>N = {_e(n)}</th>" for n in columns)
-            grids.append(
-                f"<p><b>{_e(op)}</b>, K = {_e(K)}</p><table><tr><th></th>{head}</tr>"
-                f"{''.join(rows)}</table>"
-            )
+            rows = [
+                f"<td>M = {_e(m)}</td>" + "".join(_cell(cells.get((m, n))) for n in columns)
+                for m in sorted({m for m, _ in cells})
+            ]
+            grid = _scrolling(["", *(f"N = {n}" for n in columns)], rows)
+            grids.append(f"<p><b>{_e(op)}</b>, K = {_e(K)}</p>{grid}")
     return grids
 
 

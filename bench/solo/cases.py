@@ -171,19 +171,18 @@ def _sizes(number: int) -> _Sized:
     yield "flash_decode", _cache(128, 4096, 64, 8, 128)
 
 
-# Kinds of kernels whose parts tell most: the first case of each.
-_IN_PARTS = (
+_KINDS = (
     "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "norm", "ring_attention",
     "ulysses_attention", "flash_decode", "all_reduce",
 )  # fmt: skip
 
 
-def in_parts(specs: Sequence[Spec]) -> list[Spec]:
-    """Those that are worth being timed without waits, and without status."""
+def of_each_kind(specs: Sequence[Spec]) -> list[Spec]:
+    """The first case of each kind of kernel."""
     first: dict[str, Spec] = {}
     for spec in specs:
         first.setdefault(spec.params["op"], spec)
-    return [first[op] for op in _IN_PARTS if op in first]
+    return [first[op] for op in _KINDS if op in first]
 
 
 def build(spec: Spec, rank: int, device: torch.device) -> Workload:

@@ -204,7 +204,7 @@ def dispatch(
                 _remember(key, _BY_VALUE)
                 key = (*key, *floats)
             _remember(key, plan)
-    result, layout = None, plan.result
+    layout = plan.result
     if plan.is_view and _is_inference_mode() and not args[0].is_inference():
         # In inference mode, too, a view of an ordinary tensor is an ordinary tensor.
         with torch.inference_mode(False), torch.no_grad():
@@ -239,7 +239,8 @@ def run_plan(plan: CallPlan, *args: DTensor | None) -> Any:
     """Run the plan of an op of ours, as `plan_of` has made it, below autograd."""
     check_all()
     given = [a for a in args if a is not None]
-    own = [a._local_tensor for a in given]
+    # Not `_local_tensor` at once, a property in Python.
+    own = [a._local_tensor if a._local is None else a._local for a in given]
     if plan.simple:
         return wrap(plan.local(*own), plan.result)
     return _run_with_moves(plan, given, {}, own, {})

@@ -344,7 +344,9 @@ def _torch_function(
     if not (_is_grad_enabled() or _is_compiling()):
         form = (func, len(args), *kwargs) if kwargs else (func, len(args))
         known = _is_an_op.get(form)
-        if known is not False and not _is_watched():
+        # Does torch's dispatcher do more than autograd: modes, autocast, forward-mode AD?
+        watched = _count_modes() > 0 or _is_autocast() or forward_ad._current_level >= 0
+        if known is not False and not watched:
             result = dispatch(func, args, kwargs, known=True) if known else _UNHANDLED
             if result is not _UNHANDLED:
                 return result
@@ -362,11 +364,6 @@ def _torch_function(
         return result
     finally:
         outermost.call = before
-
-
-def _is_watched() -> bool:
-    """Whether torch's dispatcher does more than autograd: modes, autocast, forward-mode AD."""
-    return _count_modes() > 0 or _is_autocast() or forward_ad._current_level >= 0
 
 
 DTensor.__torch_function__ = classmethod(_torch_function)  # type: ignore[assignment, method-assign]

@@ -433,7 +433,7 @@ def multiply(
                 # Each rank of another mesh dim has a term of a sum, to which it is added once.
                 return cast(DTensor, multiply(product, x, w, keep=keep) + bias)
             return _gathered_product(plan, product, operands, keep)
-    if any(map(needs_grad, given)):
+    if needs_grad(*given):
         return cast(DTensor, apply(_Product, x, w, bias, product, plan))
     return _run_below(product, plan, operands)
 

@@ -24,13 +24,15 @@ def check_outside_func() -> None:
         )
 
 
-def needs_grad(tensor: torch.Tensor) -> bool:
-    """Whether autograd records what is done with `tensor`, asked without __torch_function__.
+def needs_grad(*tensors: torch.Tensor) -> bool:
+    """Whether autograd records what is done with `tensors`, asked without __torch_function__.
 
     Raises:
-        NotImplementedError: it has a tangent, which would get lost here.
+        NotImplementedError: one has a tangent, which would get lost here.
     """
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
+    ):
         raise NotImplementedError(
             "a tangent of forward-mode differentiation does not follow a DTensor to local tensors, "
             "from them, or into another layout: use torch.autograd.grad"
@@ -38,7 +40,7 @@ def needs_grad(tensor: torch.Tensor) -> bool:
     if not torch.is_grad_enabled():
         return False
     with no_function():
-        return tensor.requires_grad
+        return any(tensor.requires_grad for tensor in tensors)
 
 
 def is_nothing(grad: torch.Tensor | None) -> bool:

@@ -7,7 +7,7 @@ arguments, alignment and configuration are the real ones. Sizes are those of a 7
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -78,20 +78,17 @@ class _Catcher:
 @contextmanager
 def catching(*modules: ModuleType) -> Iterator[list[Launch]]:
     """Collect the launches of the kernels of `modules` instead of making them."""
-    kernels = [
-        (module, name, value)
-        for module in modules
-        for name, value in vars(module).items()
-        if isinstance(value, triton.JITFunction) and name.endswith("_kernel")
-    ]
     caught: list[Launch] = []
-    try:
-        for module, name, kernel in kernels:
-            setattr(module, name, _Catcher(kernel, caught))
+    with ExitStack() as stack:
+        for module in modules:
+            catchers: dict[str, Any] = {
+                name: _Catcher(value, caught)
+                for name, value in vars(module).items()
+                if isinstance(value, triton.JITFunction) and name.endswith("_kernel")
+            }
+            if catchers:
+                stack.enter_context(patch.multiple(module, **catchers))
         yield caught
-    finally:
-        for module, name, kernel in kernels:
-            setattr(module, name, kernel)
 
 
 def _workspace() -> Any:

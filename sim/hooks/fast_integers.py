@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import triton.language as tl
@@ -213,13 +214,13 @@ def install(scope: Any, kind: Any) -> None:
 def unchecked() -> Iterator[None]:
     """Let integers overflow unseen: Triton's check of each sum takes ten times the sum's time."""
     builder = interpreter.interpreter_builder
-    options, np_dtype = builder.options, interpreter._get_np_dtype
-    builder.options = dataclasses.replace(options, sanitize_overflow=False)
-    interpreter._get_np_dtype = _np_dtype_kept(np_dtype)
-    try:
+    options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    kept = _np_dtype_kept(interpreter._get_np_dtype)
+    with (
+        patch.object(builder, "options", options),
+        patch.object(interpreter, "_get_np_dtype", kept),
+    ):
         yield
-    finally:
-        builder.options, interpreter._get_np_dtype = options, np_dtype
 
 
 def _np_dtype_kept(np_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:

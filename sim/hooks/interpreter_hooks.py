@@ -21,6 +21,7 @@ from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
@@ -85,6 +86,16 @@ def requirements() -> list[str]:
         if "atomic" in name and name not in _ATOMICS:
             missing.append(f"InterpreterBuilder.{name} is an atomic that is not hooked")
     return missing
+
+
+def live_addresses(ptrs: Any, mask: Any) -> Array:
+    """Where a masked load or store goes, flat."""
+    # Masks may be int32 in the interpreter: as an index, their 0 and 1 would be positions.
+    live, addresses = np.asarray(getattr(mask, "data", mask), bool), ptrs.data
+    if not live.all():
+        addresses = addresses[np.broadcast_to(live, addresses.shape)]
+    flat: Array = addresses.reshape(-1)
+    return flat
 
 
 class _Grid(threading.local):
@@ -167,9 +178,9 @@ class _Hooks:
         self._barrier = builder.create_barrier
         self._poll = getattr(builder, "create_atomic_poll", None)
 
-    def by_name(self) -> dict[str, Callable[..., Any]]:
+    def by_name(self) -> dict[str, Any]:
         """The hook of each method that this Triton has."""
-        hooks: dict[str, Callable[..., Any]] = {
+        hooks: dict[str, Any] = {
             "create_masked_load": self.masked_load,
             "create_masked_store": self.masked_store,
             "create_atomic_cas": self.atomic_cas,
@@ -183,17 +194,11 @@ class _Hooks:
         return hooks
 
     def _note(self, ptrs: Any, mask: Any, what: str, value: Any = None) -> None:
-        # Masks may be int32 in the interpreter: as an index, their 0 and 1 would be positions.
-        live = np.asarray(mask.data if hasattr(mask, "data") else mask, bool)
-        addresses = ptrs.data
-        if live.all():
-            live_addresses = addresses.reshape(-1)
-        else:
-            live_addresses = addresses[np.broadcast_to(live, addresses.shape)]
-        if live_addresses.size:
-            one = value is not None and live_addresses.size == 1 and value.data.dtype.kind in "iu"
+        accessed = live_addresses(ptrs, mask)
+        if accessed.size:
+            one = value is not None and accessed.size == 1 and value.data.dtype.kind in "iu"
             stored = int(value.data.flat[0]) if one and value.data.size == 1 else None
-            self._world.access(live_addresses, _itemsize(ptrs), what, stored)
+            self._world.access(accessed, _itemsize(ptrs), what, stored)
 
     def masked_load(self, ptrs: Any, mask: Any, *rest: Any, **kwargs: Any) -> Any:
         if self._world.active():
@@ -317,7 +322,7 @@ class _Hooks:
 @contextmanager
 def _patched(world: World, quick: bool) -> Iterator[None]:
     builder, kind = interpreter.interpreter_builder, interpreter.InterpreterBuilder
-    execute, patch_lang = interpreter.GridExecutor.__call__, interpreter._patch_lang
+    execute = interpreter.GridExecutor.__call__
     grid = _Grid()
 
     def call(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -331,30 +336,22 @@ def _patched(world: World, quick: bool) -> Iterator[None]:
         execute(self, *args, **kwargs)
 
     everything = types.FunctionType((lambda: 0).__code__, {"tl": tl, "core": tl.core})
-    scope = patch_lang(everything)
+    scope = interpreter._patch_lang(everything)
     hooks = _Hooks(world, builder).by_name()
-    try:
-        for name, hook in hooks.items():
-            setattr(builder, name, hook)
-        for name in ("grid_idx", "grid_dim"):
-            vars(builder).pop(name, None)
-        kind.grid_idx = _per_thread(grid, "idx")
-        kind.grid_dim = _per_thread(grid, "dim")
-        interpreter.GridExecutor.__call__ = call
-        interpreter._patch_lang = lambda fn: _NoPatch()
-        with ExitStack() as stack:
-            if quick:
-                fast_integers.install_functions(scope, tl)
-                fast_integers.install(scope, tl.tensor)
-                stack.enter_context(fast_integers.unchecked())
-            yield
-    finally:
-        interpreter._patch_lang = patch_lang
-        interpreter.GridExecutor.__call__ = execute
-        del kind.grid_idx, kind.grid_dim
-        for name in hooks:
-            delattr(builder, name)
-        scope.restore()
+    places: dict[str, Any] = {f"grid_{name}": _per_thread(grid, name) for name in ("idx", "dim")}
+    for name in places:
+        vars(builder).pop(name, None)
+    with ExitStack() as stack:
+        stack.callback(scope.restore)
+        stack.enter_context(patch.multiple(builder, **hooks))
+        stack.enter_context(patch.multiple(kind, create=True, **places))
+        stack.enter_context(patch.object(interpreter.GridExecutor, "__call__", call))
+        stack.enter_context(patch.object(interpreter, "_patch_lang", lambda fn: _NoPatch()))
+        if quick:
+            fast_integers.install_functions(scope, tl)
+            fast_integers.install(scope, tl.tensor)
+            stack.enter_context(fast_integers.unchecked())
+        yield
 
 
 def _per_thread(grid: _Grid, name: str) -> property:

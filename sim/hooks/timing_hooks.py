@@ -16,9 +16,10 @@ Integers are loaded, stored and computed for real: tables of pointers, generatio
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
@@ -69,29 +70,15 @@ def installed(tracer: Tracer, numerics: bool) -> Iterator[None]:
     hooks = _noting(kind, tracer, numerics)
     if not numerics:
         hooks |= _skipping(kind)
-    before = {name: vars(kind)[name] for name in hooks}
-    for name, hook in hooks.items():
-        setattr(kind, name, hook)
-    try:
-        if numerics:
-            yield
-        else:
-            with _sampled_loops():
-                yield
-    finally:
-        for name, method in before.items():
-            setattr(kind, name, method)
+    with patch.multiple(kind, **hooks), nullcontext() if numerics else _sampled_loops():
+        yield
 
 
 def _noting(kind: Any, tracer: Tracer, numerics: bool) -> dict[str, Any]:
     load, store, dot = kind.create_masked_load, kind.create_masked_store, kind.create_dot
 
     def blocks(ptrs: Any, mask: Any, rank: int) -> list[tuple[int, int, int]]:
-        # Masks may be int32 in the interpreter: as an index, their 0 and 1 would be positions.
-        live, addresses = np.asarray(getattr(mask, "data", mask), dtype=bool), ptrs.data
-        if not live.all():
-            addresses = addresses[np.broadcast_to(live, addresses.shape)]
-        flat = addresses.reshape(-1)
+        flat = interpreter_hooks.live_addresses(ptrs, mask)
         return tracer.owners(flat, rank) if flat.size else []
 
     def masked_load(self: Any, ptrs: Any, mask: Any, *rest: Any, **kwargs: Any) -> Any:
@@ -240,13 +227,13 @@ def _sampled_loops() -> Iterator[None]:
 
         scope.set_attr(lang, "range", sampled_tl_range)
 
-    interpreter.InterpretedFunction.rewrite = sampling_rewrite
-    interpreter._patch_lang_core = sampling_core
     try:
-        with fast_integers.unchecked():
+        with (
+            patch.object(interpreter.InterpretedFunction, "rewrite", sampling_rewrite),
+            patch.object(interpreter, "_patch_lang_core", sampling_core),
+            fast_integers.unchecked(),
+        ):
             yield
     finally:
-        interpreter.InterpretedFunction.rewrite = rewrite
-        interpreter._patch_lang_core = patch_core
         for names in patched:
             del names["range"]

@@ -20,10 +20,11 @@ import itertools
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -208,7 +209,7 @@ def installed() -> Iterator[None]:
             # Negative, unlike a thread's: two meshes are equal only if made by the same rank.
             self._thread_id, self._hash = -_local.world.token, None
 
-    hooks: dict[str, Callable[..., Any] | Any] = {
+    hooks: dict[str, Any] = {
         "_world": _Worlds(c10d._world),
         "_new_process_group_helper": new_process_group_helper,
         "_process_group_name": process_group_name,
@@ -218,20 +219,18 @@ def installed() -> Iterator[None]:
     }
     # `init_process_group` sets these two as well.
     also = ("_backend", "_default_pg_init_method")
-    before = {name: getattr(c10d, name) for name in (*hooks, *also) if hasattr(c10d, name)}
-    excepthook, environ = sys.excepthook, os.environ.__class__
-    try:
-        for name, hook in hooks.items():
-            setattr(c10d, name, hook)
-        DeviceMesh.__init__ = init_mesh  # type: ignore[method-assign]
+    kept = {name: getattr(c10d, name) for name in also if hasattr(c10d, name)}
+    environ = os.environ.__class__
+    with (
+        patch.multiple(c10d, **hooks, **kept),
+        patch.object(DeviceMesh, "__init__", init_mesh),
+        patch.object(sys, "excepthook", sys.excepthook),
+    ):
         os.environ.__class__ = _Environment
-        yield
-    finally:
-        os.environ.__class__ = environ
-        DeviceMesh.__init__ = make_mesh  # type: ignore[method-assign]
-        for name, value in before.items():
-            setattr(c10d, name, value)
-        sys.excepthook = excepthook
+        try:
+            yield
+        finally:
+            os.environ.__class__ = environ
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -335,20 +336,19 @@ _SIMULATOR = str(Path(__file__).parent.parent)
 @contextmanager
 def _polls(world: World) -> Iterator[None]:
     """Waits of weft's own kernels hand over to other ranks."""
-    before = signals.on_poll, signals.on_wait
+    poll = signals.on_poll
 
     def on_poll(address: int, value: int) -> int:
-        return world.poll(address, value) if world.active() else before[0](address, value)
+        return world.poll(address, value) if world.active() else poll(address, value)
 
     def on_wait(addresses: list[int], value: int) -> None:
         if world.active():
             world.expect(addresses, value)
 
-    signals.on_poll, signals.on_wait = on_poll, on_wait
     try:
-        yield
+        with patch.multiple(signals, on_poll=on_poll, on_wait=on_wait):
+            yield
     finally:
-        signals.on_poll, signals.on_wait = before
         # The meshes of another schedule are others.
         for forget in forget_meshes:
             forget()
@@ -361,14 +361,11 @@ def _uncompiled() -> Iterator[None]:
     def compile(model: Any = None, **options: Any) -> Any:
         return (lambda fn: fn) if model is None else model
 
-    compiler, torch.compile = torch.compile, compile
     # Its import takes seconds: who has compiled anything before has it.
     known = "torch._dynamo" in sys.modules
-    try:
-        with torch.compiler.set_stance("force_eager") if known else nullcontext():
-            yield
-    finally:
-        torch.compile = compiler
+    eager = torch.compiler.set_stance("force_eager") if known else nullcontext()
+    with patch.object(torch, "compile", compile), eager:
+        yield
 
 
 @contextmanager

@@ -122,6 +122,8 @@ def test_the_report_stands_alone(folder: Path) -> None:
     assert not re.search(r"(src|href)=['\"]?(http|/|\w+\.)", page)
     for name in SUITES:
         assert f"id='{name}'" in page
+    assert page.count("<table>") == page.count("<div class='table'><table>") > len(SUITES)
+    assert ".table { overflow-x: auto }" in page  # else columns beyond a narrow page are lost
     assert "the quickest engine is" in page and "no more than 5 % behind" in page
 
 

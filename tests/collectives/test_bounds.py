@@ -23,7 +23,7 @@ from weft.collectives.ranks.group import Process, new_group
 from weft.dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from weft.dtensor.checkpoint import async_save, load, save
 
-BOUND_S, SOON_S = 1.0, 10.0
+BOUND_S, SOON_S = 2.0, 20.0
 often = patch("weft.collectives.ranks.bounds._BEAT_S", 0.2)
 
 
@@ -43,14 +43,12 @@ def told(call: Callable[[], object], absent: tuple[int, ...]) -> None:
     assert time.monotonic() - start < BOUND_S + SOON_S
 
 
-def until_others_are_done(absent: int) -> None:
-    """The absent rank waits for all others, which say that they have been told of it."""
+def met(what: str, ranks: int) -> None:
+    """Wait until so many ranks have come here."""
     store: Any = dist.distributed_c10d._get_default_store()
-    W, here = dist.get_world_size(), dist.get_rank() != absent
-    done = store.add("done", int(here))
-    while not here and done < W - 1:
-        time.sleep(0.05)
-        done = store.add("done", 0)
+    store.add(what, 1)
+    while store.add(what, 0) < ranks:
+        time.sleep(0.01)
 
 
 def redistributed() -> torch.Tensor:
@@ -96,7 +94,7 @@ def several_hosts_body() -> None:
                 if rank == 1 and number == 0:
                     time.sleep(0.8 * BOUND_S)  # late is not absent
                 told(call, (2,))
-        until_others_are_done(absent=2)
+        met("done", 3)
 
 
 def test_an_absent_rank_is_named_on_several_hosts(own_ranks: Any) -> None:
@@ -120,16 +118,20 @@ def saves_body(folder: str, victim_dies: bool) -> str:
     os.environ["WEFT_TIMEOUT_S"] = str(600 if victim_dies else BOUND_S)
     if rank == 1 and victim_dies:
         os.kill(os.getpid(), signal.SIGKILL)
-    if rank == 1:
-        until_others_are_done(absent=1)
-        with pytest.raises(weft.PeerTimeout):
-            save(next_states[0], path)
-        return "held"
-    told(lambda: save(next_states[0], path), (1,))
+    calls: list[Callable[[], object]] = [
+        lambda: save(next_states[0], path),
+        lambda: async_save(next_states[1], path).result(),
+        lambda: load(next_states[2], path),
+    ]
+    if rank != 1:
+        for number, call in enumerate(calls[: 1 if victim_dies else 3]):
+            met(f"call {number}", 2)  # on a busy machine one may be late by more than the bound
+            told(call, (1,))
     if not victim_dies:
-        told(lambda: async_save(next_states[1], path).result(), (1,))
-        told(lambda: load(next_states[2], path), (1,))
-    until_others_are_done(absent=1)
+        met("done", 3)
+    if rank == 1:
+        with pytest.raises(weft.PeerTimeout):
+            calls[0]()
     return "held"
 
 

@@ -43,6 +43,8 @@ from saves import killed_saves
 from soak import soaks
 from trials import Kind, Skipped
 
+from weft.bench.report.tables import between_marks
+
 _NAMED = "every other rank raises `PeerTimeout` that names it"
 KINDS = [
     Kind("a rank is killed", f"{_NAMED}, within 10 s, the bound being 300 s; nothing is left",
@@ -173,12 +175,9 @@ def main() -> int:
     told = table(kinds, counts)
     print(told)
     if args.page:
-        page = args.page.read_text()
         day, cores = time.strftime("%Y-%m-%d"), os.cpu_count()
         seeds = f"\n\nSeeds from {args.seed}, {args.minutes:g} minutes, {day}, {cores} cores.\n"
-        begin, end = "<!-- faults -->\n", "\n<!-- /faults -->"
-        made = re.sub(f"(?s){begin}.*{end}", lambda _: begin + told + seeds + end, page)
-        args.page.write_text(made)
+        args.page.write_text(between_marks(args.page.read_text(), "faults", told + seeds))
     return int(any(count.failures for count in counts.values()))
 
 

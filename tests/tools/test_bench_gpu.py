@@ -329,7 +329,7 @@ def test_small_calls_for_the_sanitizer() -> None:
     run = subprocess.run(
         [sys.executable, "-c", code], env=variables, capture_output=True, text=True
     )
-    assert run.returncode == 0 and run.stdout == "7\n", run.stderr
+    assert run.returncode == 0 and run.stdout == "8\n", run.stderr
 
 
 def test_eight_ranks_with_copy_engines_capture_no_graph() -> None:
