@@ -26,7 +26,7 @@ from weft.collectives.memory import direct
 from weft.kernels.flash import decode_kernel, ring_dkv, ring_keys
 from weft.kernels.heads import head_dkv, heads_kernel
 from weft.kernels.matmul import copy_engines
-from weft.kernels.norm import rms_norm_kernel
+from weft.kernels.norm import rms_norm_kernel, team_rows
 
 # The package has a function of the same name.
 exchange = importlib.import_module("weft.collectives.memory.exchange")
@@ -341,14 +341,14 @@ IN_NORMS = [
     ),
     fault(
         "what columns come to lies among the finished rows",
-        rms_norm_kernel,
-        "squares = (half + partial_at).to(",
-        "squares = (half + partial_at - 64).to(",
+        team_rows,
+        "return (half + partial_at).to(",
+        "return (half + partial_at - 64).to(",
         WHOLE_NORMS[1:],
     ),
     fault(
         "every program of a team stores the scale",
-        rms_norm_kernel,
+        team_rows,
         ", mask=tl.program_id(0) % TEAM == 0)",
         ")",
         WHOLE_NORMS,

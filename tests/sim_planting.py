@@ -54,7 +54,7 @@ from weft.kernels.flash import (
 )
 from weft.kernels.heads import head_dkv, head_queries, head_units
 from weft.kernels.matmul import all_gather_kernel, one_shot_kernel
-from weft.kernels.norm import rms_norm_kernel
+from weft.kernels.norm import rms_norm_kernel, team_rows
 
 CASES = KERNELS | COLLECTIVES | HOST
 RANKS, SCHEDULES = 3, 200
@@ -72,6 +72,7 @@ PARTS = (
     flattened,
     gathered_tiles,
     all_gather_kernel,
+    team_rows,
     rms_norm_kernel,
     summed_tiles,
     one_shot_kernel,

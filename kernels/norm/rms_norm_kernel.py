@@ -44,13 +44,13 @@ signals every peer after this rank's last call has ended, and waits for every pe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from weft.collectives.device import signals
-from weft.collectives.device.device_math import either_ptr, fp8_bits, mask_if, rounded
+from weft.kernels.norm import team_rows
+from weft.kernels.norm.team_rows import Partial, TeamCall
 
 
 @dataclass(frozen=True)
@@ -79,43 +79,6 @@ class NormVariant:
     def shows_sums(self) -> bool:
         """Whether finished rows are h, which all ranks normalize."""
         return self.whole and not self.one_shot
-
-
-class Partial(NamedTuple):
-    """What a program's columns of each row come to: (rows, team) fp32.
-
-    Fields: `squares`, the sums of those of h; `largest`, the greatest |h * weight|, or None.
-    """
-
-    squares: Any
-    largest: Any
-
-
-class TeamCall(NamedTuple):
-    """One call, as a program of it knows it.
-
-    Fields: the way to the peers, this rank, the number of the call; all rows, the rows of a rank
-    (the last ones may have fewer), their length; the `first` row of this rank, and how many
-    `own_rows` it has; rows of a slot (`sent`), the row after the slots (`rest`), and the rows that
-    this rank makes (`made`); the team of the program and how many there are; its columns, and which
-    of them are inside.
-    """
-
-    link: Any
-    rank: Any
-    generation: Any
-    T: Any
-    share: Any
-    H: Any
-    first: Any
-    own_rows: Any
-    sent: Any
-    rest: Any
-    made: Any
-    team: Any
-    teams: Any
-    columns: Any
-    inside: Any
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -158,13 +121,15 @@ def sum_rms_norm_kernel(
         team, teams, columns, columns < H,
     )  # fmt: skip
     if program < adding:
-        _send_terms(call, x_ptr, residual_ptr, V)
+        team_rows.send_terms(call, x_ptr, residual_ptr, V)
         signals.signal_peers(link.signal_ptrs, rank, W, 0, program, generation)
         arrived = signals.wait_for_peers(
             link.signal_ptrs, rank, W, 0, program, generation, link.timeout_ns
         )
         if arrived:
-            _add_up(call, sums_ptr, partial, x_ptr, weight_ptr, residual_ptr, partial_at, V)
+            team_rows.add_up(
+                call, sums_ptr, partial, x_ptr, weight_ptr, residual_ptr, partial_at, V
+            )
         if SHOWS:
             if arrived:
                 lanes, ranks = signals.peer_lanes(rank + 1, W)
@@ -188,25 +153,17 @@ def sum_rms_norm_kernel(
             "sys",
         )
         if arrived:
-            shown = _shown(call, rank, partial_at, scales_ptr, V)
+            squares = team_rows.shown_ptr(call, rank, partial_at)
+            shown = Partial(squares, None if scales_ptr is None else squares + T * TEAM)
             for i in range(team, share, teams):
                 for step in range(program // adding - 1, W, V.spread):
                     row = (rank + step) % W * share + i
                     if row < T:
-                        h = _row_ptr(call, rank, rest + row, x_ptr.dtype.element_ty)
-                        _normalize(
-                            call,
-                            y_ptr,
-                            scales_ptr,
-                            h,
-                            shown,
-                            row,
-                            row,
-                            weight_ptr,
-                            eps,
-                            V,
+                        h = team_rows.row_ptr(call, rank, rest + row, x_ptr.dtype.element_ty)
+                        team_rows.normalize(
+                            call, y_ptr, scales_ptr, h, shown, row, row, weight_ptr, eps, V,
                             sums_ptr,
-                        )
+                        )  # fmt: skip
     else:
         begin = team * TEAM
         arrived = signals.wait_for_own(
@@ -216,187 +173,17 @@ def sum_rms_norm_kernel(
         if arrived:
             for i in range(team, made, teams):
                 row = i if V.one_shot else first + i
-                h = _at(sums_ptr, i, H)
-                _normalize(call, y_ptr, scales_ptr, h, partial, i, row, weight_ptr, eps, V)
+                h = team_rows.at(sums_ptr, i, H)
+                team_rows.normalize(call, y_ptr, scales_ptr, h, partial, i, row, weight_ptr, eps, V)
             if not V.one_shot:
                 signals.signal_peers(link.signal_ptrs, rank, W, 1, program, generation)
                 arrived = signals.wait_for_peers(
                     link.signal_ptrs, rank, W, 1, program, generation, link.timeout_ns
                 )
         if not V.one_shot and arrived:
-            _copy_finished(call, y_ptr, V)
+            team_rows.copy_finished(call, y_ptr, V)
     if signals.end_call(link.signal_ptrs, rank, generation):
         signals.spoil(y_ptr, tl.cast(T, tl.int64) * H)
         signals.spoil(sums_ptr, tl.cast(T if V.whole else made, tl.int64) * H)
         if scales_ptr is not None:
             signals.spoil(scales_ptr, T)
-
-
-@triton.jit
-def _send_terms(call, x_ptr, residual_ptr, V: tl.constexpr):
-    """Store the terms of this rank, and in one shot its residuals, where they are added up."""
-    W: tl.constexpr = V.world_size
-    rank, H, columns, inside = call.rank, call.H, call.columns, call.inside
-    for i in range(call.team, call.sent, call.teams):
-        slot = rank * call.sent + i
-        if V.one_shot:
-            term = tl.load(_at(x_ptr, i, H) + columns, mask=inside)
-            _send(call, term, inside, slot, W)
-            if residual_ptr is not None and not V.whole:
-                is_own = (i >= call.first) & (i < call.first + call.own_rows)
-                own = mask_if(is_own, inside)
-                kept = tl.load(_at(residual_ptr, i - call.first, H) + columns, mask=own)
-                _send(call, kept, own, call.rest + i, W)
-        else:
-            for step in range(1, W):
-                peer = (rank + step) % W
-                row = peer * call.share + i
-                there = mask_if(row < call.T, inside)
-                term = tl.load(_at(x_ptr, row, H) + columns, mask=there)
-                tl.store(_row_ptr(call, peer, slot, term.dtype) + columns, term, mask=there)
-
-
-@triton.jit
-def _add_up(call, sums_ptr, partial, x_ptr, weight_ptr, residual_ptr, partial_at, V: tl.constexpr):
-    """Store h, the sums of all ranks' terms in rank order, and what it comes to: `Partial`."""
-    W: tl.constexpr = V.world_size
-    PART: tl.constexpr = V.part
-    ALIGN: tl.constexpr = V.align
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
-    rank, H, columns, inside = call.rank, call.H, call.columns, call.inside
-    for i in range(call.team, call.made, call.teams):
-        row = i if V.one_shot else call.first + i
-        h = tl.zeros((PART,), tl.float32)
-        for r in tl.static_range(W):
-            slot = _row_ptr(call, rank, r * call.sent + i, dtype)
-            term = tl.multiple_of(either_ptr(rank == r, _at(x_ptr, row, H), slot), ALIGN)
-            h += tl.load(term + columns, mask=inside, other=0.0).to(tl.float32)
-        if residual_ptr is not None:
-            if V.whole:
-                kept = _at(residual_ptr, row, H)
-            else:
-                kept = _at(residual_ptr, row - call.first, H)
-                if V.one_shot:
-                    own = (row >= call.first) & (row < call.first + call.own_rows)
-                    shown = _row_ptr(call, rank, call.rest + row, dtype)
-                    kept = tl.multiple_of(either_ptr(own, kept, shown), ALIGN)
-            h += tl.load(kept + columns, mask=inside, other=0.0).to(tl.float32)
-        total = rounded(h, dtype)
-        h = total.to(tl.float32)
-        weighted = h
-        if partial.largest is not None:
-            weighted = tl.abs(_weighted(h, call, weight_ptr))
-        squares, part = _added_up(h * h), tl.program_id(0) % V.team
-        if V.shows_sums:
-            for step in range(1, W + 1):
-                peer = (rank + step) % W
-                tl.store(_row_ptr(call, peer, call.rest + row, dtype) + columns, total, mask=inside)
-                shown_there = _shown(call, peer, partial_at, partial.largest, V)
-                _store_partial(shown_there, row * V.team + part, squares, weighted)
-        else:
-            tl.store(_at(sums_ptr, i, H) + columns, total, mask=inside)
-            _store_partial(partial, i * V.team + part, squares, weighted)
-
-
-@triton.jit
-def _store_partial(partial, place, squares, weighted):
-    tl.store(partial.squares + place, squares)
-    if partial.largest is not None:
-        tl.store(partial.largest + place, signals.greatest(weighted))
-
-
-@triton.jit
-def _shown(call, owner, partial_at, quantizes, V: tl.constexpr):
-    """The `Partial` of all rows behind the finished rows of `owner`."""
-    link = call.link
-    half = signals.half_ptr(link.buffer_ptrs, owner, call.generation, link.half_bytes, tl.int8)
-    squares = (half + partial_at).to(tl.pointer_type(tl.float32))
-    return Partial(squares, None if quantizes is None else squares + call.T * V.team)
-
-
-@triton.jit
-def _weighted(h, call, weight_ptr):
-    """h * weight, in fp32."""
-    if weight_ptr is not None:
-        h *= tl.load(weight_ptr + call.columns, mask=call.inside, other=0.0).to(tl.float32)
-    return h
-
-
-@triton.jit
-def _normalize(
-    call,
-    y_ptr,
-    scales_ptr,
-    h_ptr,  # of this row
-    partial,
-    i,  # row of `partial`
-    row,  # of y
-    weight_ptr,
-    eps,
-    V: tl.constexpr,
-    sums_ptr=None,  # where h is copied to
-):
-    """Store y of one row; in two shots, unless V.whole, send it to all peers, too."""
-    W: tl.constexpr = V.world_size
-    TEAM: tl.constexpr = V.team
-    H, columns, inside = call.H, call.columns, call.inside
-    squares = tl.load(partial.squares + i * TEAM + tl.arange(0, TEAM))
-    total = tl.load(h_ptr + columns, mask=inside, other=0.0)
-    if sums_ptr is not None:
-        tl.store(_at(sums_ptr, row, H) + columns, total, mask=inside)
-    inverse = tl.rsqrt(_added_up(squares) / H + eps)
-    if scales_ptr is None:
-        y = _weighted(total.to(tl.float32) * inverse, call, weight_ptr)
-        result = rounded(y, y_ptr.dtype.element_ty)
-    else:
-        largest = tl.load(partial.largest + i * TEAM + tl.arange(0, TEAM))
-        # As `fp8.quantized`: the least divisor is that of the smallest normal number.
-        scale = tl.maximum(signals.greatest(largest) * inverse, 1.1754943508222875e-38) / 448.0
-        tl.store(scales_ptr + row, scale, mask=tl.program_id(0) % TEAM == 0)
-        y = _weighted(total.to(tl.float32), call, weight_ptr) * inverse
-        result = fp8_bits(y / scale)
-    tl.store(_at(y_ptr, row, H) + columns, result, mask=inside)
-    if not V.one_shot and not V.whole:
-        _send(call, result, inside, call.rest + row, W)
-
-
-@triton.jit
-def _copy_finished(call, y_ptr, V: tl.constexpr):
-    """Bring the rows that peers have finished into y."""
-    W: tl.constexpr = V.world_size
-    dtype: tl.constexpr = y_ptr.dtype.element_ty
-    for i in range(call.team, call.share, call.teams):
-        for step in range(1, W):
-            row = (call.rank + step) % W * call.share + i
-            finished = _row_ptr(call, call.rank, call.rest + row, dtype)
-            there = mask_if(row < call.T, call.inside)
-            y = tl.load(finished + call.columns, mask=there)
-            tl.store(_at(y_ptr, row, call.H) + call.columns, y, mask=there)
-
-
-@triton.jit
-def _send(call, values, mask, row, WORLD_SIZE: tl.constexpr):
-    """Store `values` where `mask` in the program's columns of this row of every peer's half."""
-    for step in range(1, WORLD_SIZE):
-        peer = (call.rank + step) % WORLD_SIZE
-        tl.store(_row_ptr(call, peer, row, values.dtype) + call.columns, values, mask=mask)
-
-
-@triton.jit
-def _row_ptr(call, owner, row, dtype: tl.constexpr):
-    """Where a row of `owner`'s half begins."""
-    link = call.link
-    half = signals.half_ptr(link.buffer_ptrs, owner, call.generation, link.half_bytes, dtype)
-    return _at(half, row, call.H)
-
-
-@triton.jit
-def _at(ptr, row, H):
-    """Where a row of a contiguous matrix begins."""
-    return ptr + tl.cast(row, tl.int64) * H
-
-
-@triton.jit
-def _added_up(x):
-    """The sum of a vector. Not tl.sum: see `signals.greatest`."""
-    return tl.reduce(x, 0, tl.standard._sum_combine)

@@ -13,7 +13,8 @@ from weft.collectives.kernels.kernel_collectives import alignment
 from weft.collectives.memory.workspace import check_room, link_of
 from weft.kernels.engine.chips import INTERPRETER, Chip, LaunchOptions, chip_of
 from weft.kernels.engine.fp8 import FP8
-from weft.kernels.norm.rms_norm_kernel import NormVariant, Partial, sum_rms_norm_kernel
+from weft.kernels.norm.rms_norm_kernel import NormVariant, sum_rms_norm_kernel
+from weft.kernels.norm.team_rows import Partial
 
 
 @dataclass(frozen=True)
