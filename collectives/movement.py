@@ -509,7 +509,7 @@ def _kernel_or_not(
     op: str, group: Group, x: torch.Tensor, nbytes: int, *, asked: bool
 ) -> tuple[Way, str]:
     from weft.collectives.device import signals
-    from weft.collectives.kernels import kernel_collectives as kernels
+    from weft.collectives.kernels import collective_launch as kernels
 
     on_gpus = group.on_gpus(x.device)
     instead: Way = "generic" if on_gpus else "host"
@@ -532,7 +532,7 @@ def _kernels(
     op: str, group: Group, call: Call, x: torch.Tensor, nbytes: int
 ) -> Iterator[tuple[Any, ...]]:
     """The kernels, a workspace and a configuration for a call of `op`."""
-    from weft.collectives.kernels import kernel_collectives as kernels
+    from weft.collectives.kernels import collective_launch as kernels
 
     config = kernels.collective_config(op, nbytes, group.world_size, group.on_gpus(x.device))
     room = kernels.workspace_bytes(nbytes, group.world_size, config)

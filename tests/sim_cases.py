@@ -16,7 +16,7 @@ from mutants import mutant
 import weft
 from weft import collectives
 from weft.collectives import movement, resolve, workspace
-from weft.collectives.kernels import kernel_collectives, pull
+from weft.collectives.kernels import collective_launch, pull
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
 from weft.kernels import to_zigzag, zigzag_sizes
 from weft.kernels.attention.cache import Cache
@@ -48,7 +48,7 @@ class Modules:
     scatter: Any = reduce_scatter_kernel
     reduce: Any = two_shot_kernel
     movement: Any = movement
-    collective: Any = kernel_collectives
+    collective: Any = collective_launch
     pull: Any = pull
     ring: Any = ring_kernel
     ring_backward: Any = ring_grad_kernel

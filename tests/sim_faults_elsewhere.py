@@ -21,7 +21,7 @@ from sim_faults import (
 )
 
 from weft.collectives import movement
-from weft.collectives.kernels import kernel_collectives, pull
+from weft.collectives.kernels import kernel_collectives, pieces, pull
 from weft.collectives.memory import direct
 from weft.kernels.flash import decode_kernel, ring_dkv, ring_keys
 from weft.kernels.heads import head_dkv, heads_kernel
@@ -115,7 +115,7 @@ IN_EXCHANGES = [
 IN_COLLECTIVES = [
     fault(
         "pieces land in the other half",
-        kernel_collectives,
+        pieces,
         "_slot_ptr(link, peers, rank, slot_size, generation,",
         "_slot_ptr(link, peers, rank, slot_size, generation + 1,",
         (*EXCHANGES, *SUMS),
@@ -123,7 +123,7 @@ IN_COLLECTIVES = [
     ),
     fault(
         "all pieces land in one slot",
-        kernel_collectives,
+        pieces,
         "_slot_ptr(link, peers, rank, slot_size, generation,",
         "_slot_ptr(link, peers, 0, slot_size, generation,",
         (*EXCHANGES, *SUMS),
@@ -138,7 +138,7 @@ IN_COLLECTIVES = [
     ),
     fault(
         "finished sums do not wait",
-        kernel_collectives,
+        pieces,
         "link.signal_ptrs, rank, WORLD_SIZE, PHASE, tl",
         "link.signal_ptrs, rank, WORLD_SIZE, 0, tl",
         SUMS[1:],

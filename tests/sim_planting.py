@@ -31,6 +31,7 @@ from weft import sim
 from weft.bench.report.tables import between_marks
 from weft.collectives import movement
 from weft.collectives.device import signals
+from weft.collectives.kernels import kernel_collectives, pieces
 from weft.kernels.device import (
     copies,
     flattened,
@@ -62,6 +63,8 @@ PAGE = "docs/sim_faults.md"
 # What the kernels are made of: each imports those before it only.
 PARTS = (
     signals,
+    pieces,
+    kernel_collectives,
     copies,
     tiles,
     splits,

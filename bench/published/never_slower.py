@@ -20,7 +20,7 @@ import torch
 from weft.bench import shapes
 from weft.bench.report.tables import figure, markdown_lines
 from weft.collectives import protocols
-from weft.collectives.kernels.kernel_collectives import collective_config, is_quicker
+from weft.collectives.kernels.collective_launch import collective_config, is_quicker
 from weft.collectives.prices import library
 from weft.collectives.prices.hardware import Hardware, named
 from weft.collectives.protocols import COLLECTIVE_OF, Collective

@@ -1,6 +1,6 @@
 """The Triton kernels of the collectives.
 
 May import the rooms `ranks`, `device` and `memory` of `collectives`. Read `kernel_collectives`
-(one-shot and two-shot collectives), `pull` (redistribution: each rank takes its pieces), `multimem`
-(sums by the NVLink switch).
+(one-shot and two-shot collectives), `pieces` (what they send and add up), `collective_launch`,
+`pull` (redistribution: each rank takes its pieces), `multimem` (sums by the NVLink switch).
 """

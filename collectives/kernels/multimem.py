@@ -29,7 +29,7 @@ import triton.language as tl
 from weft.collectives.device import signals
 from weft.collectives.device.device_math import cdiv
 from weft.collectives.device.launches import launching
-from weft.collectives.kernels.kernel_collectives import within_budget
+from weft.collectives.kernels.collective_launch import within_budget
 from weft.collectives.memory.workspace import Workspace, check_room, link_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -32,13 +32,13 @@ import triton.language as tl
 from weft.collectives.device import signals
 from weft.collectives.device.device_math import cdiv, divided, either_ptr, rounded
 from weft.collectives.device.launches import launching
-from weft.collectives.kernels.kernel_collectives import (
+from weft.collectives.kernels.collective_launch import (
     REDUCED,
     as_words,
-    combined,
     has_nan,
     within_budget,
 )
+from weft.collectives.kernels.pieces import combined
 from weft.collectives.memory.symmetric import persistent
 from weft.collectives.memory.workspace import Workspace, check_room, link_of
 

@@ -18,7 +18,7 @@ import triton
 
 from weft.collectives import chunk_sizes
 from weft.collectives.device import stream_signals
-from weft.collectives.kernels import kernel_collectives, multimem, pull
+from weft.collectives.kernels import collective_launch, multimem, pull
 from weft.kernels.attention.cache import Cache
 from weft.kernels.attention.decode import WIDEST_BYTES
 from weft.kernels.attention.ring import Saved
@@ -280,7 +280,7 @@ def _reduce_launches(
 
 
 def _collective_launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
-    op, ws = kernel_collectives, _workspace()
+    op, ws = collective_launch, _workspace()
     with catching(stream_signals, copy_engines) as caught:
         stream_signals.begin(ws)
         stream_signals.wait(ws, 1)

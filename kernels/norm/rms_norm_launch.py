@@ -9,7 +9,7 @@ import triton
 
 from weft.collectives import Group, Workspace, workspace
 from weft.collectives.device.launches import launching, temporary
-from weft.collectives.kernels.kernel_collectives import alignment
+from weft.collectives.kernels.collective_launch import alignment, within_budget
 from weft.collectives.memory.workspace import check_room, link_of
 from weft.kernels.engine.chips import INTERPRETER, Chip, LaunchOptions, chip_of
 from weft.kernels.engine.fp8 import FP8
@@ -127,8 +127,11 @@ def launch_sum_rms_norm(
         return temporary(torch.empty(adds * team, dtype=torch.float32, device=x.device))
 
     operands = [t.data_ptr() for t in (x, residual) if t is not None]
-    spread = min(_SPREAD, ws.world_size) if whole and not config.one_shot else 1
-    launching(sum_rms_norm_kernel, (1 + spread) * config.teams * team)(
+    adding, spread = config.teams * team, 1
+    if whole and not config.one_shot:
+        allowed = within_budget((1 + _SPREAD) * adding) // adding - 1
+        spread = max(1, min(allowed, ws.world_size))
+    launching(sum_rms_norm_kernel, (1 + spread) * adding)(
         y.view(torch.int8) if quantizes else y,
         scales[0] if quantizes else None,
         sums,

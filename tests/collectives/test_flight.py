@@ -22,7 +22,7 @@ from workloads import WORK, make
 import weft
 from weft import collectives
 from weft.bench.commands import doctor
-from weft.collectives.kernels import kernel_collectives as kernels
+from weft.collectives.kernels import collective_launch as kernels
 from weft.collectives.memory.workspace import Workspace
 from weft.collectives.ranks import flight, flight_files
 

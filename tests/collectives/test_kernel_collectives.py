@@ -14,7 +14,7 @@ import torch.distributed as dist
 import weft
 from weft import collectives
 from weft.collectives import resolve, workspace
-from weft.collectives.kernels import kernel_collectives, pull
+from weft.collectives.kernels import collective_launch, pull
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
 
 OPS = ("sum", "avg", "max", "min", "product")
@@ -152,14 +152,14 @@ def test_one_and_two_shots(two_shot: bool) -> None:
     rank, W = dist.get_rank(), dist.get_world_size()
     for count in (1, 45, 100):
         nbytes = 4 * count
-        config = kernel_collectives.collective_config("all_reduce", nbytes, W, on_gpus=False)
+        config = collective_launch.collective_config("all_reduce", nbytes, W, on_gpus=False)
         config = replace(config, two_shot=two_shot, programs=4)
-        room = kernel_collectives.workspace_bytes(nbytes, W, config)
+        room = collective_launch.workspace_bytes(nbytes, W, config)
         ws = workspace(None, room, channel="shots")
         every = [values(r, count, torch.float32, count) for r in range(W)]
         for _ in range(3):
             out = torch.full((count,), math.nan)
-            kernel_collectives.launch_reduce(every[rank], out, ws, None, "sum", config)
+            collective_launch.launch_reduce(every[rank], out, ws, None, "sum", config)
             ws.launched("all_reduce")
             assert torch.equal(out, reduced(every, "sum"))
 
@@ -176,31 +176,31 @@ def test_gradients() -> None:
 
 
 def test_the_choice_is_one_for_all_and_by_size() -> None:
-    small = kernel_collectives.collective_config("all_reduce", 8 << 10, 8, on_gpus=True)
-    large = kernel_collectives.collective_config("all_reduce", 1 << 20, 8, on_gpus=True)
+    small = collective_launch.collective_config("all_reduce", 8 << 10, 8, on_gpus=True)
+    large = collective_launch.collective_config("all_reduce", 1 << 20, 8, on_gpus=True)
     assert not small.two_shot
     assert large.two_shot
     assert small.programs < large.programs <= 64
-    assert kernel_collectives.is_quicker(8 << 10, 8, small)[0]
-    huge = kernel_collectives.collective_config("all_reduce", 1 << 30, 8, on_gpus=True)
-    assert not kernel_collectives.is_quicker(1 << 30, 8, huge)[0]
+    assert collective_launch.is_quicker(8 << 10, 8, small)[0]
+    huge = collective_launch.collective_config("all_reduce", 1 << 30, 8, on_gpus=True)
+    assert not collective_launch.is_quicker(1 << 30, 8, huge)[0]
 
 
 def test_interpreted_programs_have_several_blocks_but_few() -> None:
     """A block takes them about 0.4 ms, whether of 64 bytes or of 64 KiB."""
     for nbytes in (200, 3000, 9 << 10, 1 << 20):
-        config = kernel_collectives.collective_config("all_gather", nbytes, 8, on_gpus=False)
+        config = collective_launch.collective_config("all_gather", nbytes, 8, on_gpus=False)
         assert 1 <= nbytes / config.block_bytes / config.programs <= 8, (nbytes, config)
 
 
 @pytest.mark.ranks(2)
 def test_a_small_workspace_is_refused() -> None:
     where = resolve(None)
-    config = kernel_collectives.collective_config("all_gather", 1 << 20, 2, on_gpus=False)
+    config = collective_launch.collective_config("all_gather", 1 << 20, 2, on_gpus=False)
     ws = workspace(where, channel="small")
     x = torch.zeros(1 << 20)
     with pytest.raises(ValueError, match="workspace must hold"):
-        kernel_collectives.launch_all_gather(x, torch.zeros(1 << 21), ws, [1 << 20] * 2, config)
+        collective_launch.launch_all_gather(x, torch.zeros(1 << 21), ws, [1 << 20] * 2, config)
 
 
 @pytest.mark.ranks(2, 3)

@@ -28,7 +28,7 @@ NEWEST = {
 }
 
 NO_MATMUL = {
-    "_publish_kernel", "_exchange_kernel", "_reduce_kernel", "_pull_kernel", "_multimem_kernel",
+    "_publish_kernel", "exchange_kernel", "reduce_kernel", "_pull_kernel", "_multimem_kernel",
     "_begin_kernel", "_post_kernel", "_wait_kernel", "_announce_kernel", "_append_kernel",
     "_end_kernel",
 }  # fmt: skip

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from weft import settings
-from weft.collectives.kernels.kernel_collectives import collective_config
+from weft.collectives.kernels.collective_launch import collective_config
 from weft.collectives.memory import symmetric
 from weft.errors import MismatchError
 from weft.kernels.engine import chips

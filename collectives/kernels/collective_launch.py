@@ -1,0 +1,238 @@
+"""How the kernels of `kernel_collectives` are launched, when, and the memory that they need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from weft import settings
+from weft.collectives.device.launches import launching, layouts_of
+from weft.collectives.kernels.kernel_collectives import exchange_kernel, reduce_kernel
+from weft.collectives.kernels.pieces import Pieces
+from weft.collectives.memory.workspace import Workspace, check_room, link_of
+from weft.collectives.ranks.chunks import offsets
+
+REDUCED = (
+    torch.float32, torch.bfloat16, torch.float16, torch.float64,
+    torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64,
+)  # fmt: skip
+# By size in bytes: data that is only copied is copied in the widest words its addresses allow.
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+_SLOT_ALIGN = 128
+
+
+@dataclass(frozen=True)
+class CollectiveConfig:
+    """How a collective is launched; the same on all ranks.
+
+    Attributes:
+        block_bytes: what a program moves at a time, to or from each rank.
+        programs: grid.
+        num_warps: of a program.
+        two_shot: whether each element of an all_reduce is added up by one rank only.
+    """
+
+    block_bytes: int
+    programs: int
+    num_warps: int = 8
+    two_shot: bool = False
+
+
+# One shot receives (W - 1) times the bytes, two shots about twice, but pay a second crossing of
+# about 3 us: in virtual time they meet at some 230 KiB on 8 x H100.
+_ONE_SHOT_BYTES = 224 << 10
+# Beyond this, the process group's rings and trees are as fast and leave the cores free.
+_MOST_BYTES = 4 << 20
+# Each of 256 threads then has 16 bytes for each rank in flight, and 64 programs what a link of 450
+# GB/s carries to 8 ranks in about 4 us.
+_BLOCK_BYTES, _PROGRAMS = 4 << 10, 64
+
+
+def within_budget(programs: int) -> int:
+    """A grid of so many programs on a GPU, or what WEFT_SMS leaves of it."""
+    return min(programs, settings.sms() or programs)
+
+
+def collective_config(op: str, nbytes: int, world_size: int, on_gpus: bool) -> CollectiveConfig:
+    """The launch of `op`, from what is the same on every rank.
+
+    Args:
+        nbytes: size of the largest piece in one shot: for all_reduce, of the input.
+        on_gpus: `Group.on_gpus` of the tensors' device. Virtual ranks that stand for a chip are
+            launched as on that chip, though their tensors are on a CPU.
+    """
+    interpreted = not on_gpus
+    one_shot_bytes = 256 if interpreted else _ONE_SHOT_BYTES
+    two_shot = op == "all_reduce" and world_size > 2 and nbytes > one_shot_bytes
+    piece = -(-nbytes // world_size) if two_shot else nbytes
+    block, most = _BLOCK_BYTES, within_budget(_PROGRAMS)
+    if interpreted:
+        # Up to eight blocks a program: an interpreted block takes equally long however wide it is.
+        block, most = min(max(64, triton.next_power_of_2(-(-piece // 24))), 1 << 16), 3
+    programs = max(1, min(most, -(-piece // block)))
+    return CollectiveConfig(block, programs, 4 if interpreted else 8, two_shot)
+
+
+def is_quicker(nbytes: int, world_size: int, config: CollectiveConfig) -> tuple[bool, str]:
+    """Whether a kernel beats the process group's library on a GPU, and why."""
+    received = nbytes * 2 if config.two_shot else nbytes * (world_size - 1)
+    few = received <= _MOST_BYTES
+    return few, f"{received} bytes to receive, {'up to' if few else 'more than'} {_MOST_BYTES}"
+
+
+def _slot_bytes(nbytes: int) -> int:
+    return -(-nbytes // _SLOT_ALIGN) * _SLOT_ALIGN
+
+
+def workspace_bytes(nbytes: int, world_size: int, config: CollectiveConfig) -> int:
+    """Symmetric memory that a call needs on each rank; `nbytes` as for `collective_config`."""
+    if config.two_shot:
+        return 2 * world_size * _slot_bytes(-(-nbytes // world_size) + 16)
+    return world_size * _slot_bytes(nbytes)
+
+
+def alignment(itemsize: int, addresses: Sequence[int], counts: Sequence[int]) -> int:
+    """Bytes, 16 at most, that divide all addresses, and all counts of elements."""
+    values = [*addresses, *(count * itemsize for count in counts)]
+    return next(align for align in (16, 8, 4, 2, 1) if all(v % align == 0 for v in values))
+
+
+def has_nan(dtype: torch.dtype) -> bool:
+    """Whether a tensor of that dtype can tell of what was not computed."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def as_words(x: torch.Tensor, word: int) -> torch.Tensor:
+    """The memory of a contiguous x in words of so many bytes; any stride where it is of one."""
+    return x.view(-1).unsqueeze(-1).view(torch.uint8).view(-1).view(_WORDS[word])
+
+
+def launch_exchange(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    ws: Workspace,
+    send_at: Sequence[int],
+    sends: Sequence[int],
+    receives: Sequence[int],
+    widest: int,
+    config: CollectiveConfig,
+) -> None:
+    """Enqueue: piece p of `x` goes to rank p, the pieces received lie in `out` in rank order.
+
+    Args:
+        x, out: contiguous, of any dtype, the same on all ranks.
+        send_at, sends: where each rank's piece begins in x, and its size, in elements.
+        receives: size of each rank's piece for this one.
+        widest: size of the largest piece of all ranks.
+        config: the same on all ranks.
+    """
+
+    def launched() -> tuple[torch.Tensor, ...]:
+        size = x.element_size()
+        needed = workspace_bytes(widest * size, ws.world_size, config)
+        check_room(ws, needed, "workspace_bytes(bytes of the largest piece, world_size, config)")
+        receive_at = offsets(receives)
+        # Bytes are copied in the widest words that divide every piece, to 16 bytes at a time.
+        counts = [*send_at, *sends, *receive_at, *receives]
+        counts += [int(x.storage_offset()), int(out.storage_offset())]  # for the views as words
+        align = alignment(size, [x.data_ptr(), out.data_ptr()], counts)
+        word = min(align, 8)
+
+        def words(values: Sequence[int]) -> tuple[int, ...]:
+            return tuple(value * size // word for value in values)
+
+        launching(exchange_kernel, config.programs)(
+            as_words(out, word),
+            as_words(x, word),
+            Pieces(words(send_at), words(sends)),
+            Pieces(words(receive_at), words(receives)),
+            link_of(ws),
+            _slot_bytes(widest * size) // word,
+            ws.rank,
+            WORLD_SIZE=ws.world_size,
+            BLOCK=config.block_bytes // word,
+            ALIGN=align,
+            SPOILS=has_nan(out.dtype),
+            num_warps=config.num_warps,
+        )
+        return ()
+
+    operands = _apart(x, out)
+    sizes = *send_at, *sends, *receives, widest
+    ws.repeat(("exchange", sizes, config, layouts_of(operands)), operands, launched)
+
+
+def _apart(x: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Both, or what they both are."""
+    return (x,) if x.data_ptr() == out.data_ptr() else (x, out)
+
+
+def launch_all_gather(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    ws: Workspace,
+    sizes: Sequence[int],
+    config: CollectiveConfig,
+) -> None:
+    """Enqueue: out = every rank's x, of sizes[rank] elements, in rank order."""
+    W, own = ws.world_size, sizes[ws.rank]
+    launch_exchange(x, out, ws, [0] * W, [own] * W, sizes, max(sizes), config)
+
+
+def launch_reduce(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    ws: Workspace,
+    sizes: Sequence[int] | None,
+    op: str,
+    config: CollectiveConfig,
+) -> None:
+    """Enqueue out = x reduced over the ranks by `op`: this rank's piece, or all without `sizes`.
+
+    Args:
+        x: contiguous, of a dtype in REDUCED; the same size and dtype on all ranks.
+        out: contiguous; without `sizes` it may be x.
+        sizes: elements of x that each rank gets, in rank order.
+        config: the same on all ranks; `two_shot` needs `sizes` to be None.
+    """
+
+    def launched() -> tuple[torch.Tensor, ...]:
+        W, itemsize = ws.world_size, x.element_size()
+        count = x.numel()
+        if sizes is not None:
+            shares, starts, widest = tuple(sizes), tuple(offsets(sizes)), max(sizes)
+        elif config.two_shot:
+            vector = max(1, 16 // itemsize)
+            share = -(-count // (W * vector)) * vector
+            starts = tuple(min(rank * share, count) for rank in range(W))
+            shares = tuple(min(start + share, count) - start for start in starts)
+            widest = share
+        else:
+            shares, starts, widest = (count,) * W, (0,) * W, count
+        nbytes = (count if sizes is None else widest) * itemsize
+        needed = workspace_bytes(nbytes, W, config)
+        how = "workspace_bytes(bytes, world_size, config), as collective_config counts them"
+        check_room(ws, needed, how)
+        launching(reduce_kernel, config.programs)(
+            out,
+            x,
+            Pieces(starts, shares),
+            link_of(ws),
+            _slot_bytes(widest * itemsize) // itemsize,
+            ws.rank,
+            WORLD_SIZE=W,
+            BLOCK=config.block_bytes // itemsize,
+            ALIGN=alignment(itemsize, [x.data_ptr(), out.data_ptr()], starts),
+            OP=op,
+            TWO_SHOT=config.two_shot,
+            SPOILS=has_nan(out.dtype),
+            num_warps=config.num_warps,
+        )
+        return ()
+
+    operands = _apart(x, out)
+    cut = None if sizes is None else (*sizes,)
+    ws.repeat((op, cut, config, layouts_of(operands)), operands, launched)
