@@ -191,14 +191,16 @@ def test_rings_with_flipped_bits_are_told_or_refused(
         assert "\x1b" not in told.out + told.err, f"{seed=}"
 
 
-# One that sits in C code has no Python handler run.
+# One that sits in C code, here until its input ends, has no Python handler run.
 _IN_A_LIBRARY = """
-import ctypes, signal, sys
+import ctypes, select, signal, struct, sys
 from weft.collectives.ranks import flight
 {before}
 flight.recorder()
 print("ready", flush=True)
-ctypes.PyDLL(None).poll(None, 0, 2000)
+asked = ctypes.create_string_buffer(struct.pack("ihh", 0, select.POLLIN, 0))
+while ctypes.PyDLL(None).poll(asked, 1, 60_000) < 0:  # a signal ends it
+    pass
 print(sys.argv[1:], flush=True)
 """
 
@@ -218,7 +220,7 @@ def test_the_signal_tells_where_threads_are_in_c_code_too(
     run = subprocess.Popen(
         [sys.executable, "-c", _IN_A_LIBRARY.format(before=before)], cwd=tmp_path, text=True,
         env={**os.environ, "WEFT_FLIGHT_DIR": str(tmp_path / "made"), "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
     assert run.stdout is not None and run.stdout.readline() == "ready\n"
     time.sleep(0.3)
