@@ -23,7 +23,7 @@ from weft.collectives import protocols
 from weft.collectives.kernels.collective_launch import collective_config, is_quicker
 from weft.collectives.prices import library
 from weft.collectives.prices.hardware import Hardware, named
-from weft.collectives.protocols import COLLECTIVE_OF, Collective
+from weft.collectives.protocols import Collective
 from weft.kernels.engine import engines, fused_times, tuning
 from weft.kernels.engine.chips import Tiling, known
 
@@ -118,10 +118,7 @@ def fused(
     us = {
         "triton": fused_times.fused_time(op, M, N, K, "bfloat16", hardware, W, wire=wire).us,
         "generic": sum(part.us for part in engines.unfused_parts(problem, hardware, W)),
-        "library": library.matmul_us(hardware, M, N, K, "bfloat16")
-        + protocols.nccl_us(
-            COLLECTIVE_OF[op], protocols.moved_bytes(op, M, N, K, 2), hardware.fabric(W)
-        ),
+        "library": library.unfused_us(op, M, N, K, "bfloat16", hardware, W)["NCCL"],
     }
     for way in () if wire else fused_times.ways(op, W):
         us[way] = fused_times.fused_time(op, M, N, K, "bfloat16", hardware, W, way).us

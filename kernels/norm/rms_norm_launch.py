@@ -22,7 +22,8 @@ class RMSNormConfig(LaunchOptions):
     """How the kernel is launched; the same on all ranks.
 
     Attributes:
-        teams: of programs that share rows; there are as many more to normalize.
+        teams: of programs that share rows and add them up; there are as many more to normalize, or
+            `NormVariant.spread` times as many.
         part: columns of a program, a power of 2.
         one_shot: whether every rank makes all rows.
     """
