@@ -402,14 +402,21 @@ def decoding(rank: int, ours: Modules = OURS) -> None:
             torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-4)
 
 
-def normed(rank: int, ours: Modules, one_shot: bool) -> None:
-    """Uneven rows in two parts, two teams; every row has a residual."""
+def of_norms(ours: Modules, one_shot: bool, channel: str) -> tuple[Any, ...]:
+    """Terms, weight, residual, share, memory and launch of norms: two parts, two teams."""
     (T, H), W = (7, 20), resolve(None).world_size
     share = -(-T // W)
     xs, weight, kept = [matrix(T, H, r) for r in range(W)], matrix(1, H, 50)[0], matrix(T, H, 60)
     config = ours.norm.RMSNormConfig(teams=2, part=16, one_shot=one_shot)
     nbytes = ours.norm.workspace_bytes(T, share, H, torch.float32, W, config)
-    ws = workspace(None, nbytes, channel="norm")
+    ws = workspace(None, nbytes, channel=channel)
+    return xs, weight, kept, share, ws, config
+
+
+def normed(rank: int, ours: Modules, one_shot: bool) -> None:
+    """Uneven rows in two parts, two teams; every row has a residual."""
+    xs, weight, kept, share, ws, config = of_norms(ours, one_shot, "norm")
+    W, H = len(xs), len(weight)
     for call in range(CALLS):
         y, h = ours.norm.launch_sum_rms_norm(
             xs[rank] + call, ws, share, weight=weight,
@@ -422,12 +429,8 @@ def normed(rank: int, ours: Modules, one_shot: bool) -> None:
 
 def normed_whole(rank: int, ours: Modules, one_shot: bool) -> None:
     """As `normed`, where every rank has all of the residual and makes all of h; fp8 at last."""
-    (T, H), W = (7, 20), resolve(None).world_size
-    share = -(-T // W)
-    xs, weight, kept = [matrix(T, H, r) for r in range(W)], matrix(1, H, 50)[0], matrix(T, H, 60)
-    config = ours.norm.RMSNormConfig(teams=2, part=16, one_shot=one_shot)
-    nbytes = ours.norm.workspace_bytes(T, share, H, torch.float32, W, config)
-    ws = workspace(None, nbytes, channel="whole norm")
+    xs, weight, kept, share, ws, config = of_norms(ours, one_shot, "whole norm")
+    W, H = len(xs), len(weight)
     for call in range(CALLS):
         y, h, *scales = ours.norm.launch_sum_rms_norm(
             xs[rank] + call, ws, share, weight=weight, residual=kept, eps=1e-3, whole=True,
