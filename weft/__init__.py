@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from weft.kernels import ulysses_attention as ulysses_attention
     from weft.kernels import vocab_parallel_argmax as vocab_parallel_argmax
     from weft.kernels import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+    from weft.kernels.graphs.backend import compile_backend as compile_backend
+    from weft.kernels.graphs.backend import compile_pass as compile_pass
     from weft.settings import engine as engine
     from weft.settings import explain as explain
 
@@ -76,6 +78,8 @@ _HOME = {
     "VocabParallelEmbedding": "weft.kernels",
     "vocab_parallel_argmax": "weft.kernels",
     "vocab_parallel_cross_entropy": "weft.kernels",
+    "compile_backend": "weft.kernels.graphs.backend",
+    "compile_pass": "weft.kernels.graphs.backend",
     "engine": "weft.settings",
     "explain": "weft.settings",
     "caches": "weft.collectives",

@@ -46,7 +46,7 @@ LEVELS = {
         experts flash matmul
         heads
         attention custom_ops layers
-        compile
+        compile graphs
         .
     """,
     "dtensor": """
