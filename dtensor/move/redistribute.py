@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-    from weft.collectives.kernels.pull import Box
+    from weft.collectives.kernels.pull_boxes import Box
 
 Blocks = list[list[torch.Tensor]]
 # Yields once this rank has published what the others need; returns its local tensor.
@@ -263,7 +263,7 @@ def _has_kernel(step: Step, local: torch.Tensor, group: Group) -> bool:
 def _pull_by_kernel(
     step: Step, local: torch.Tensor, pieces: tuple[PulledPiece, ...], group: Group
 ) -> Running:
-    from weft.collectives.kernels import pull
+    from weft.collectives.kernels import pull, pull_boxes
 
     local = local.contiguous()
     out = local.new_empty(step.target.local_shape)
@@ -273,7 +273,7 @@ def _pull_by_kernel(
     key = (local.device, align)
     if (table := step.tables.get(key)) is None:
         boxes = [_box(step, piece, group) for piece in pieces]
-        table = step.tables[key] = pull.table_of(
+        table = step.tables[key] = pull_boxes.table_of(
             boxes, group.rank, local.dtype, local.device,
             op=step.reduce_op, divisor=step.scale, align=align,
         )  # fmt: skip
@@ -287,7 +287,7 @@ def _pull_by_kernel(
 
 def _box(step: Step, piece: PulledPiece, group: Group) -> Box:
     """`piece` as the kernel takes it."""
-    from weft.collectives.kernels.pull import Box
+    from weft.collectives.kernels.pull_boxes import Box
 
     source = contiguous_stride(step.source.shape_at(piece.holders[0]))
     target = contiguous_stride(step.target.local_shape)
