@@ -20,15 +20,9 @@ from weft.collectives.memory.exchange import agree, check_call, exchange
 from weft.collectives.movement import ReduceOp
 from weft.collectives.ranks.chunks import chunk_sizes
 from weft.collectives.ranks.flight import call_of
-from weft.collectives.ranks.group import (
-    Group,
-    GroupLike,
-    group_name,
-    is_call_traced,
-    moves_gpu_tensors,
-    resolve,
-)
+from weft.collectives.ranks.group import Group, GroupLike, group_name, moves_gpu_tensors, resolve
 from weft.collectives.ranks.reports import check_all
+from weft.collectives.ranks.traced import is_call_traced
 from weft.errors import MismatchError, PeerTimeout
 
 

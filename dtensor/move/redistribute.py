@@ -28,8 +28,9 @@ from weft.collectives.movement import sendable
 from weft.collectives.profiled import profiled
 from weft.collectives.ranks.bounds import finish
 from weft.collectives.ranks.flight import GENERIC, call_of
-from weft.collectives.ranks.group import Group, is_traced, kept_by_group, resolve
+from weft.collectives.ranks.group import Group, kept_by_group, resolve
 from weft.collectives.ranks.reports import check_all
+from weft.collectives.ranks.traced import is_traced
 from weft.dtensor.layout.boxes import (
     REDUCE,
     Layout,
