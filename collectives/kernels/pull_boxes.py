@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.collectives.memory.symmetric import persistent
+from weft.collectives.memory.backends import persistent
 
 HEAD = 5  # numel, target offset, source offset, first holder, holders; then three a dim
 

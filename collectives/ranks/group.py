@@ -30,7 +30,9 @@ from weft.errors import MismatchError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from weft.collectives.memory.symmetric import Memory, SymmetricBuffer, Waiter
+    from weft.collectives.memory.backends import Memory
+    from weft.collectives.memory.symmetric import SymmetricBuffer
+    from weft.collectives.memory.waiter import Waiter
     from weft.collectives.prices.hardware import Hardware
 
 # A process group or its name, a 1-D mesh, a Group; None: the world.

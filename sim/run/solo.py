@@ -31,7 +31,8 @@ from unittest.mock import patch
 import torch
 
 from weft.collectives.device import signals
-from weft.collectives.memory.symmetric import SymmetricBuffer, Waiter, open_buffers, told_by
+from weft.collectives.memory.symmetric import SymmetricBuffer, open_buffers
+from weft.collectives.memory.waiter import Waiter, told_by
 from weft.collectives.memory.workspace import forget
 from weft.collectives.prices.hardware import Hardware
 from weft.collectives.ranks import pad

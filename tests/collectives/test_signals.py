@@ -20,7 +20,7 @@ from needs import needs_interpreter
 
 import weft
 from weft.collectives.device import signals
-from weft.collectives.memory.symmetric import told_by
+from weft.collectives.memory.waiter import told_by
 from weft.collectives.ranks import pad, reports
 from weft.collectives.ranks.group import alone, virtual_rank
 from weft.dtensor import Replicate, distribute_tensor

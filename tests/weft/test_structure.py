@@ -180,8 +180,9 @@ def test_rooms_are_small_and_say_what_they_are_for(folder: str) -> None:
 # Virtual ranks stand for GPUs with tensors on a CPU: launches ask `Group.on_gpus`, `chip_of` or
 # `on_cpu` instead.
 ASK_FOR_THE_DEVICE = {
-    "collectives/cost", "collectives/memory/exchange", "collectives/memory/symmetric",
-    "collectives/memory/workspace", "collectives/movement", "collectives/ranks/group",
+    "collectives/cost", "collectives/memory/backends", "collectives/memory/exchange",
+    "collectives/memory/symmetric", "collectives/memory/workspace", "collectives/movement",
+    "collectives/ranks/group",
     "kernels/attention/cache", "kernels/attention/custom_ops", "kernels/attention/decode",
     "kernels/attention/decode_host", "kernels/attention/plan",
     "kernels/engine/chips", "kernels/engine/engines", "kernels/engine/fp8",
