@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from weft.collectives import movement
-from weft.collectives.memory.exchange import agree, check_call, exchange
-from weft.collectives.movement import ReduceOp
+from weft.collectives.memory.checks import check_call
+from weft.collectives.memory.exchange import agree, exchange
+from weft.collectives.process_groups import REDUCIBLE, ReduceOp, by_group
 from weft.collectives.ranks.chunks import chunk_sizes
 from weft.collectives.ranks.flight import call_of
 from weft.collectives.ranks.group import Group, GroupLike, group_name, moves_gpu_tensors, resolve
@@ -408,7 +409,7 @@ def barrier(group: GroupLike = None) -> None:
     check_all()
     if group.why:
         noted = group.calls.begin(call_of("barrier", ()))
-        movement.by_group(dist.barrier, group, moves_gpu_tensors(group.pg))
+        by_group(dist.barrier, group, moves_gpu_tensors(group.pg))
         group.calls.end(noted)
     elif group.world_size > 1:
         waits = exchange(group, 0, "barrier")
@@ -472,7 +473,7 @@ _REDUCE_OPS: tuple[str, ...] = get_args(ReduceOp)
 def _check_reduce_op(x: torch.Tensor, op: str) -> None:
     if op not in _REDUCE_OPS:
         raise ValueError(f"reduce_op must be one of {', '.join(_REDUCE_OPS)}, got {op!r}")
-    if x.dtype not in movement.REDUCIBLE or (x.is_complex() and op in ("max", "min")):
+    if x.dtype not in REDUCIBLE or (x.is_complex() and op in ("max", "min")):
         raise ValueError(f"{x.dtype} has no reduction by {op!r}: x must be of another dtype")
     if op == "avg" and not (x.is_floating_point() or x.is_complex()):
         raise ValueError(f"an average needs a floating dtype, got {x.dtype}: sum, then divide")

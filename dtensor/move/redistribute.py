@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from weft import settings
 from weft.collectives import exchange, ranks_group, spanning_group, workspace
-from weft.collectives.memory.exchange import check_call
-from weft.collectives.movement import sendable
+from weft.collectives.memory.checks import check_call
+from weft.collectives.process_groups import sendable
 from weft.collectives.profiled import profiled
 from weft.collectives.ranks.bounds import finish
 from weft.collectives.ranks.flight import GENERIC, call_of

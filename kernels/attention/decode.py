@@ -31,7 +31,7 @@ import torch
 from weft import settings
 from weft.collectives import Group, all_gather, resolve
 from weft.collectives.device.launches import layouts_of
-from weft.collectives.memory.exchange import check_call
+from weft.collectives.memory.checks import check_call
 from weft.collectives.profiled import profiled
 from weft.collectives.ranks.flight import call_of
 from weft.collectives.ranks.group import GroupLike, alone, group_name

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from weft.collectives import all_reduce, resolve
-from weft.collectives.memory.exchange import check_shards
+from weft.collectives.memory.checks import check_shards
 from weft.collectives.ranks.group import GroupLike
 from weft.collectives.ranks.traced import check_untransformed, is_traced
 from weft.kernels.engine.autocast import autocast, outside_autocast

@@ -20,7 +20,7 @@ from typing import Literal, cast
 import torch
 
 from weft.collectives import movement, resolve
-from weft.collectives.memory.exchange import check_call
+from weft.collectives.memory.checks import check_call
 from weft.collectives.profiled import profiled
 from weft.collectives.ranks.flight import call_of
 from weft.collectives.ranks.group import GroupLike, group_name

@@ -25,7 +25,7 @@ import torch
 from weft import settings
 from weft.collectives import Group, all_gather, movement, reduce_scatter, resolve
 from weft.collectives.device.launches import layouts_of
-from weft.collectives.memory.exchange import check_call
+from weft.collectives.memory.checks import check_call
 from weft.collectives.profiled import profiled
 from weft.collectives.ranks.chunks import chunk_sizes
 from weft.collectives.ranks.flight import call_of

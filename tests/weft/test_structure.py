@@ -35,6 +35,7 @@ LEVELS = {
         memory
         cost kernels protocols
         prices
+        process_groups
         movement
         collective_ops
         custom_ops
