@@ -36,7 +36,7 @@ LEVELS = {
         cost kernels protocols
         prices
         process_groups
-        movement
+        movement sizes
         collective_ops
         custom_ops
         .
