@@ -30,7 +30,7 @@ from weft.bench.problem import Spec
 from weft.bench.solo import cases
 from weft.collectives.device import signals
 from weft.collectives.memory import exchange
-from weft.collectives.memory.symmetric import Waiter
+from weft.collectives.memory.waiter import Waiter
 from weft.collectives.ranks import pad
 from weft.sim.run import solo
 

@@ -18,7 +18,7 @@ import triton
 
 from weft.collectives import chunk_sizes
 from weft.collectives.device import stream_signals
-from weft.collectives.kernels import collective_launch, multimem, pull
+from weft.collectives.kernels import collective_launch, multimem, pull, pull_boxes
 from weft.kernels.attention.cache import Cache
 from weft.kernels.attention.decode import WIDEST_BYTES
 from weft.kernels.attention.ring import Saved
@@ -306,8 +306,8 @@ def _collective_launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, 
     x, everyone = torch.empty(1024, 1024, dtype=dtype, device="meta"), tuple(range(_W))
     pulls = [("pull", (1,), None), *[("pull of sums", everyone, "sum")] * reduced]
     for case, holders, reduce_op in pulls:
-        box = pull.Box(holders, (1024, 128), 0, (1024, 1), 0, (128, 1))
-        table = pull.table_of([box], 0, dtype, x.device, op=reduce_op)
+        box = pull_boxes.Box(holders, (1024, 128), 0, (1024, 1), 0, (128, 1))
+        table = pull_boxes.table_of([box], 0, dtype, x.device, op=reduce_op)
         with catching(pull) as caught:
             pull.launch_pull(x, torch.empty_like(x[:, :128]), ws, table, publish=True)
         yield from ((case, launch) for launch in caught)
