@@ -116,9 +116,11 @@ def _cpu_backward(part: KeyPart, whole: WholeResult) -> Gradients:
     return made
 
 
-# Where flash has gradients of heads wider than 192, and where torch prefers cuDNN.
-_ROOMY = ("sm_80", "sm_90", "sm_100", "sm_103")
+_ROOMY = ("sm_80", "sm_90", "sm_100", "sm_103")  # flash has gradients of heads wider than 192
+# Where torch prefers cuDNN. For every new shape this makes a plan, a tenth of a second of the host:
+# uneven shards and packed documents, which have many, are left to flash.
 _CUDNN_CHIPS, _CUDNN_VERSION, _CUDNN_WIDEST = ("sm_90", "sm_100"), 91500, 128
+_CUDNN_ROWS = 128  # what lengths must be multiples of
 
 
 def _gpu_forward(part: KeyPart) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,7 +143,7 @@ def _by_cudnn(q: torch.Tensor, k: torch.Tensor) -> bool:
         and torch.backends.cuda.cudnn_sdp_enabled()
         and current_flash_attention_impl() is None
         and q.shape[3] <= _CUDNN_WIDEST
-        and min(q.shape[2], k.shape[2]) > 1
+        and not (q.shape[2] % _CUDNN_ROWS or k.shape[2] % _CUDNN_ROWS)
     )
 
 

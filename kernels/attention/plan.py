@@ -175,10 +175,12 @@ def _host_refusal(q: torch.Tensor, scale: float, geometry: Geometry) -> str:
 
 
 def _work(q: torch.Tensor, group: Group, op: str, geometry: Geometry) -> AttentionWork | None:
-    """What a library's kernels are priced by; on GPUs only."""
-    if q.device.type == "cpu":
-        return None
+    """What a library's kernels are priced by, on GPUs; None of many packed documents, each of
+    which takes calls of its own.
+    """
     W, sees = group.world_size, geometry.sees
+    if q.device.type == "cpu" or sees.documents is not None:
+        return None
     queries, by_head = sum(geometry.q_sizes), op == "ulysses_attention"
     return AttentionWork(
         batch=q.shape[0],
@@ -188,7 +190,7 @@ def _work(q: torch.Tensor, group: Group, op: str, geometry: Geometry) -> Attenti
         keys=sum(geometry.k_sizes),
         parts=1 if by_head else W,
         causal=sees.after == 0,
-        masked=sees.after < UNBOUNDED or sees.documents is not None,
+        masked=sees.after < UNBOUNDED,
     )
 
 

@@ -206,27 +206,28 @@ def on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("chip", "version", "D", "by"),
+    ("chip", "version", "n", "D", "by"),
     [
-        ("sm_90", 91600, 128, "cudnn"),
-        ("sm_100", 91600, 64, "cudnn"),
-        ("sm_80", 91600, 64, "flash"),
-        ("sm_90", 91000, 128, "flash"),
-        ("sm_90", 91600, 192, "flash"),
+        ("sm_90", 91600, 256, 128, "cudnn"),
+        ("sm_100", 91600, 128, 64, "cudnn"),
+        ("sm_80", 91600, 128, 64, "flash"),
+        ("sm_90", 91000, 128, 128, "flash"),
+        ("sm_90", 91600, 128, 192, "flash"),
+        ("sm_90", 91600, 100, 128, "flash"),
     ],
 )
 def test_torchs_ops_are_called_as_they_are_declared(
-    chip: str, version: int, D: int, by: str
+    chip: str, version: int, n: int, D: int, by: str
 ) -> None:
     """By torch's own shape functions for these ops; GQA, and parts of larger tensors."""
     with pretended(chip, version):
-        q, k = on_gpu(2, 8, 32, D).narrow(2, 16, 16), on_gpu(2, 2, 16, D)
+        q, k = on_gpu(2, 8, 2 * n, D).narrow(2, n, n), on_gpu(2, 2, n, D)
         part = library.KeyPart(q, k, k, 0.3, True)
         with Called() as called:
             out, lse = library.GPU.forward(part)
             dq, dk, dv = library.GPU.backward(part, library.WholeResult(out, lse, out))
         assert out.shape == q.shape == dq.shape and dk.shape == dv.shape == k.shape
-        assert lse.shape == (2, 8, 16) and lse.dtype == torch.float32 and out.dtype == q.dtype
+        assert lse.shape == (2, 8, n) and lse.dtype == torch.float32 and out.dtype == q.dtype
         attended = [name for name in called.names if "attention" in name]
         assert attended == [
             f"_scaled_dot_product_{by}_attention",
@@ -237,7 +238,7 @@ def test_torchs_ops_are_called_as_they_are_declared(
 
 def test_another_flash_attention_comes_before_cudnn() -> None:
     with pretended("sm_90"):
-        q = on_gpu(1, 2, 16, 64)
+        q = on_gpu(1, 2, 128, 64)
         assert library._by_cudnn(q, q)
         with patch("torch.nn.attention.current_flash_attention_impl", lambda: "FA3"):
             assert not library._by_cudnn(q, q)

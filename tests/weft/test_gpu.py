@@ -325,7 +325,7 @@ def test_cuda_graphs_of_collectives(gpu_ranks: GpuRanks) -> None:
     gpu_ranks.run(collective_graph_body, timeout_s=200)
 
 
-def attention_graph_body() -> None:
+def attention_graph_body(engine: weft.settings.Engine) -> None:
     """Capture attention, its gradients and a decoding step, and replay them with new inputs."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     rows, generator = 64, torch.Generator().manual_seed(rank)
@@ -351,9 +351,10 @@ def attention_graph_body() -> None:
     calls: dict[str, Callable[[], torch.Tensor]] = {
         "ring": lambda: step(weft.ring_attention),
         "heads": lambda: step(weft.ulysses_attention),
-        "decode": decode,
     }
-    with weft.engine("triton"):
+    if engine == "triton":
+        calls["decode"] = decode
+    with weft.engine(engine):
         graphs = {name: captured(call) for name, call in calls.items()}
         for seed in range(3):
             with torch.no_grad():
@@ -370,8 +371,9 @@ def attention_graph_body() -> None:
                 assert torch.equal(replayed, calls[name]()), name
 
 
-def test_cuda_graphs_of_attention(gpu_ranks: GpuRanks) -> None:
-    gpu_ranks.run(attention_graph_body, timeout_s=300)
+@pytest.mark.parametrize("engine", ["triton", pytest.param("host", marks=flash)])
+def test_cuda_graphs_of_attention(gpu_ranks: GpuRanks, engine: str) -> None:
+    gpu_ranks.run(attention_graph_body, engine, timeout_s=300)
 
 
 def serving_body(engine: weft.settings.Engine, shard: str | None) -> None:
