@@ -90,11 +90,7 @@ class PartialAttention:
             return
         self._begin()
         self._out = self._out.to(self._wide)
-        total, seen = self._out[:, :, rows], self._lse[:, :, rows]
-        # If neither saw anything, -inf - -inf is NaN.
-        weight = torch.sigmoid(lse - seen).nan_to_num_(0.0)
-        total.lerp_(out.to(self._wide), weight.unsqueeze(-1))
-        torch.logaddexp(seen, lse, out=seen)
+        self._kernels.merge(self._out[:, :, rows], self._lse[:, :, rows], out, lse)
 
     def _begin(self) -> None:
         if not self._begun:

@@ -59,6 +59,7 @@ class LocalKernels(NamedTuple):
         backward: gradients of q, k and v.
         operand: q, k or v as the kernels read it, a copy if need be.
         result: out or its gradient, likewise.
+        merge: merges a part's output and log-sum-exp into those so far, in fp32 or wider, in place.
         square: `causal` needs as many queries as keys.
         columns: how many more of 0 they can read at no great cost; else 0.
     """
@@ -67,6 +68,7 @@ class LocalKernels(NamedTuple):
     backward: Callable[[KeyPart, WholeResult], Gradients]
     operand: Callable[[torch.Tensor], torch.Tensor]
     result: Callable[[torch.Tensor], torch.Tensor]
+    merge: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
     square: bool
     columns: int
 
@@ -106,6 +108,15 @@ def _cpu_forward(part: KeyPart) -> tuple[torch.Tensor, torch.Tensor]:
     if part.mask is not None:  # torch's kernel returns 0 for queries that see nothing
         lse = lse.masked_fill((part.mask < 0).all(-1), -torch.inf)
     return out, lse
+
+
+def _cpu_merge(
+    out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor
+) -> None:
+    # If neither saw anything, -inf - -inf is NaN.
+    weight = torch.sigmoid(part_lse - lse).nan_to_num_(0.0)
+    out.lerp_(part_out.to(out.dtype), weight.unsqueeze(-1))
+    torch.logaddexp(lse, part_lse, out=lse)
 
 
 def _cpu_backward(part: KeyPart, whole: WholeResult) -> Gradients:
@@ -159,6 +170,12 @@ def _gpu_backward(part: KeyPart, whole: WholeResult) -> Gradients:
     return made
 
 
+def _gpu_merge(*outs_and_lses: torch.Tensor) -> None:
+    from weft.kernels.attention.merge_kernel import launch_merge
+
+    launch_merge(*outs_and_lses)
+
+
 @contextmanager
 def _deterministic() -> Iterator[None]:
     """As under torch.use_deterministic_algorithms(True), but new memory is not filled."""
@@ -186,5 +203,7 @@ def _tokens_first(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-CPU = LocalKernels(_cpu_forward, _cpu_backward, contiguous_rows, contiguous_rows, False, 1)
-GPU = LocalKernels(_gpu_forward, _gpu_backward, _aligned_rows, _tokens_first, True, 0)
+_on_cpu = _cpu_forward, _cpu_backward, contiguous_rows, contiguous_rows, _cpu_merge
+CPU = LocalKernels(*_on_cpu, square=False, columns=1)
+_on_gpu = _gpu_forward, _gpu_backward, _aligned_rows, _tokens_first, _gpu_merge
+GPU = LocalKernels(*_on_gpu, square=True, columns=0)

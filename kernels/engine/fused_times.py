@@ -275,9 +275,7 @@ class AttentionTimes(NamedTuple):
     gathered: float
 
 
-# Bytes that merging a part passes over for an element of the output, in torch's ops: it is widened,
-# and added to what is there. Kernels for it, with those for the log-sum-exp.
-_MERGE_BYTES, _MERGE_LAUNCHES = 18, 6
+_MERGE_BYTES = 10  # that merging a part passes over for an element of the output
 
 
 def attention_times(work: AttentionWork, chip: Hardware) -> AttentionTimes:
@@ -299,7 +297,7 @@ def attention_times(work: AttentionWork, chip: Hardware) -> AttentionTimes:
     whole, later = us(work.keys, causal=work.causal), 0.5 if work.causal else 1.0
     others, part = (work.parts - 1) * later, -(-work.keys // work.parts)
     elements = work.batch * work.queries * work.heads * work.head_dim
-    merge = library.moved_us(chip, _MERGE_BYTES * elements) + _MERGE_LAUNCHES * chip.launch_us
+    merge = chip.launch_us + library.moved_us(chip, _MERGE_BYTES * elements)
     return AttentionTimes(
         whole / kernel_rates.ATTENTION,
         us(part, causal=work.causal) + others * us(part, causal=False),

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from needs import needs_interpreter
 from test_ring_attention import attention_case, plain_case, random_cases
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,6 +21,7 @@ import weft
 from weft.collectives import Group, cost
 from weft.collectives.prices.hardware import H100
 from weft.kernels.attention import host, library, plan
+from weft.kernels.attention.merge_kernel import launch_merge
 from weft.kernels.attention.ring import attention_reference
 from weft.kernels.engine import chips, engines
 from weft.kernels.flash.geometry import UNBOUNDED, Geometry, Visibility, rectangles_between
@@ -138,6 +140,7 @@ def run_cases(cases: list[dict[str, Any]], attention: Any = weft.ring_attention)
         assert torch.utils.deterministic.fill_uninitialized_memory
 
 
+@needs_interpreter
 @pytest.mark.parametrize("W", [1, 2, 3])
 def test_random_shapes(ranks: Any, W: int) -> None:
     ranks(W, run_cases, library_cases(W, 12))
@@ -147,6 +150,7 @@ def by_heads_body(cases: list[dict[str, Any]]) -> None:
     run_cases([case | {"layout": "contiguous"} for case in cases], weft.ulysses_attention)
 
 
+@needs_interpreter
 @pytest.mark.ranks(2)
 def test_by_heads() -> None:
     sizes = {"q_sizes": [13, 8], "k_sizes": [13, 8], "dtype": torch.bfloat16}
@@ -172,9 +176,38 @@ def edges_body() -> None:
     ]
 
 
+@needs_interpreter
 @pytest.mark.ranks(2)
 def test_edges() -> None:
     edges_body()
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("D", "rows"), [(8, 70), (128, 40), (40, 1)])
+def test_merging(D: int, rows: int) -> None:
+    """Some of the rows, of results laid out in another way; -inf where nothing was seen."""
+    shape, generator = (2, 3, rows + 5, D), torch.Generator().manual_seed(D)
+    out = torch.randn(shape, generator=generator)
+    lse = 3 * torch.randn(shape[:3], generator=generator)
+    part = like_flash(torch.randn(2, 3, rows, D, generator=generator), torch.bfloat16)
+    part_lse = 3 * torch.randn(2, 3, rows, generator=generator)
+    lse[0, :, 2:4] = part_lse[0, :, :1] = part_lse[1, 0] = -torch.inf  # of row 2 there is neither
+    out[0, :, 2:4] = 0
+    scores = torch.stack([lse[:, :, 2 : rows + 2], part_lse], -1).double()
+    blind = (scores == -torch.inf).all(-1, keepdim=True)
+    weights = scores.softmax(-1).masked_fill(blind, 0.0).unsqueeze(-2)
+    values = torch.stack([out[:, :, 2 : rows + 2], part], -1).double()
+    merged, merged_lse = out.clone(), lse.clone()
+    launch_merge(merged[:, :, 2 : rows + 2], merged_lse[:, :, 2 : rows + 2], part, part_lse)
+    for new, old in ((merged, out), (merged_lse, lse)):
+        assert torch.equal(new[:, :, :2], old[:, :, :2])
+        assert torch.equal(new[:, :, rows + 2 :], old[:, :, rows + 2 :])
+    near: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-6, "check_dtype": False}
+    torch.testing.assert_close(
+        merged[:, :, 2 : rows + 2], (weights * values).sum(-1).float(), **near
+    )
+    expected = scores.masked_fill(blind, 0.0).logsumexp(-1).masked_fill(blind[..., 0], -torch.inf)
+    torch.testing.assert_close(merged_lse[:, :, 2 : rows + 2], expected.float(), **near)
 
 
 class Called(TorchDispatchMode):
