@@ -269,6 +269,20 @@ def test_torchs_ops_are_called_as_they_are_declared(
     assert torch.get_deterministic_debug_mode() == 0
 
 
+def test_operands_begin_where_gpus_read() -> None:
+    x = torch.arange(2 * 3 * 7 * 24, dtype=torch.bfloat16).view(2, 3, 7, 24)
+    for fine in (x, x[:, :, 2:5], x.transpose(1, 2), x[..., 8:16]):
+        assert library.GPU.operand(fine) is fine
+    for odd in (
+        x[..., 4:12],
+        x.mT[..., :3],
+        x.view(2, 3, 8, 21)[..., :8],
+        x[:1].expand(2, 3, 7, 24),
+    ):
+        read = library.GPU.operand(odd)
+        assert torch.equal(read, odd) and read.is_contiguous()
+
+
 def test_another_flash_attention_comes_before_cudnn() -> None:
     with pretended("sm_90"):
         q = on_gpu(1, 2, 128, 64)
@@ -277,9 +291,6 @@ def test_another_flash_attention_comes_before_cudnn() -> None:
             assert not library._by_cudnn(q, q)
         with patch.object(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False):
             assert not library._by_cudnn(q, q)
-
-
-EVEN = Geometry((64, 64), (64, 64), "zigzag", Visibility(128, after=0))
 
 
 @pytest.mark.parametrize(
