@@ -11,6 +11,7 @@ for with those over all keys, of whichever kernels.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -176,18 +177,25 @@ def _gpu_merge(*outs_and_lses: torch.Tensor) -> None:
     launch_merge(*outs_and_lses)
 
 
+_one_at_a_time = threading.Lock()
+
+
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """As under torch.use_deterministic_algorithms(True), but new memory is not filled."""
+    """As under torch.use_deterministic_algorithms(True), but new memory is not filled.
+
+    That is of the whole process, in which several ranks may be threads.
+    """
     memory: Any = torch.utils.deterministic
-    mode, filled = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
-    torch.set_deterministic_debug_mode("error")
-    memory.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        memory.fill_uninitialized_memory = filled
-        torch.set_deterministic_debug_mode(mode)
+    with _one_at_a_time:
+        mode, filled = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
+        torch.set_deterministic_debug_mode("error")
+        memory.fill_uninitialized_memory = False
+        try:
+            yield
+        finally:
+            memory.fill_uninitialized_memory = filled
+            torch.set_deterministic_debug_mode(mode)
 
 
 def _aligned_rows(x: torch.Tensor) -> torch.Tensor:
