@@ -19,6 +19,7 @@ import triton
 from weft.collectives import chunk_sizes
 from weft.collectives.device import stream_signals
 from weft.collectives.kernels import collective_launch, multimem, pull, pull_boxes
+from weft.kernels.attention import merge_kernel
 from weft.kernels.attention.cache import Cache
 from weft.kernels.attention.decode import WIDEST_BYTES
 from weft.kernels.attention.ring import Saved
@@ -392,6 +393,12 @@ def _attention_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, L
                     saved = Saved(q, k, k, out, lse, q, lse if packed else None)
                     backward(saved, _workspace(), geometry, 0.1)
             yield from ((case.replace("attention", way), launch) for launch in got)
+    if dtype != torch.float32:  # which torch's kernels do not take on GPUs
+        part = empty(1, _HEADS[0], 1024, 128)
+        out, lse = part.float(), part[..., 0].float()
+        with catching(merge_kernel) as got:
+            merge_kernel.launch_merge(out, lse, part, lse)
+        yield from (("attention, merge", launch) for launch in got)
 
 
 def _decode_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, Launch]]:
