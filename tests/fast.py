@@ -28,6 +28,7 @@ FAST = {
         f"test_kernels_triton.py::test_against_float64[{case}-2]"
         for case in ("gather_rows", "gather_contraction", "reduce_scatter", "all_reduce")
     ],
+    "kernels/experts": ["test_experts.py::test_experts_that_several_ranks_share"],
     "kernels/norm": ["test_normalized_sum.py::test_the_launch_suits_the_chip"],
     "kernels/flash": ["test_ring_attention.py::test_a_late_rank"],
     "kernels/heads": ["test_head_exchange.py::test_a_rank_without_heads"],

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from weft.kernels import all_gather_matmul as all_gather_matmul
     from weft.kernels import all_reduce_residual_rms_norm as all_reduce_residual_rms_norm
     from weft.kernels import append_to_cache as append_to_cache
+    from weft.kernels import dispatch_grouped_matmul as dispatch_grouped_matmul
     from weft.kernels import flash_decode as flash_decode
+    from weft.kernels import grouped_matmul_combine as grouped_matmul_combine
     from weft.kernels import matmul_all_reduce as matmul_all_reduce
     from weft.kernels import matmul_reduce_scatter as matmul_reduce_scatter
     from weft.kernels import (
@@ -67,6 +69,8 @@ _HOME = {
     "ulysses_attention": "weft.kernels",
     "flash_decode": "weft.kernels",
     "append_to_cache": "weft.kernels",
+    "dispatch_grouped_matmul": "weft.kernels",
+    "grouped_matmul_combine": "weft.kernels",
     "ColumnParallelLinear": "weft.kernels",
     "RowParallelLinear": "weft.kernels",
     "VocabParallelEmbedding": "weft.kernels",

@@ -43,7 +43,7 @@ LEVELS = {
     "kernels": """
         engine
         device norm
-        flash matmul
+        experts flash matmul
         heads
         attention custom_ops layers
         compile
