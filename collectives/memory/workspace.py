@@ -192,6 +192,11 @@ class Workspace:
             return lambda key, operands, make: make()
         return launches.Repeated(self.device, [self.buffer_ptrs, self.signal_ptrs]).call
 
+    @property
+    def is_open(self) -> bool:
+        """Whether its memory has not been freed."""
+        return self.buffer.is_open
+
     def kept_launches(self) -> dict[Hashable, Callable[[], object]]:
         """What `launch_kept` keeps for this workspace, by the time-out that is set now."""
         return self._launches.setdefault(settings.timeout_s(), {})
@@ -385,6 +390,11 @@ def workspace(
     with unwatched(group):
         _workspaces[key] = Workspace(group, on, half, channel)
     return _workspaces[key]
+
+
+def workspaces() -> list[Workspace]:
+    """All that calls of this process use."""
+    return [*_workspaces.values()]
 
 
 def check_peers() -> None:

@@ -39,6 +39,7 @@ from weft.kernels.engine.chips import (
 )
 from weft.kernels.engine.epilogues import Activation
 from weft.kernels.engine.fp8 import Scaling
+from weft.kernels.engine.shards import is_eager
 from weft.kernels.matmul import copy_engines
 from weft.kernels.matmul.all_gather_kernel import ag_gemm_kernel
 
@@ -307,7 +308,7 @@ def launch_all_gather_matmul(
     # Every part of every chunk of a shard needs its own word of the pad.
     parts = config.parts if config.copy_programs else 1
     chunk_rows = max(config.chunk_rows, -(-max(sizes) // (MAX_PROGRAMS // parts)))
-    if config.copy_engines and copy_engines.is_eager(x.device):
+    if config.copy_engines and is_eager(x.device):
         chunk_rows = max(chunk_rows, _EAGER_CHUNK_BYTES // (K * x.element_size()))
     scales_at = gathers.scales_offset(max(sizes), K, x.dtype)
 

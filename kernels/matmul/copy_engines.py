@@ -67,12 +67,6 @@ def announce(ws: Workspace, link: Link, peer: int, chunk: int, next_peer: int) -
     launch_kept(ws.kept_launches(), _announce_kernel, args, WORLD_SIZE=ws.world_size)
 
 
-def is_eager(device: torch.device) -> bool:
-    """Whether the host enqueues a call each time that it runs: not in a graph, nor in virtual time,
-    which counts the host's for nothing."""
-    return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
-
-
 def _chunks(
     shard: torch.Tensor, into: torch.Tensor, rows: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:

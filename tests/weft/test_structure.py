@@ -182,7 +182,7 @@ def test_rooms_are_small_and_say_what_they_are_for(folder: str) -> None:
 ASK_FOR_THE_DEVICE = {
     "collectives/cost", "collectives/memory/exchange", "collectives/memory/symmetric",
     "collectives/memory/workspace", "collectives/movement", "collectives/ranks/group",
-    "kernels/attention/cache", "kernels/attention/custom_ops", "kernels/attention/decode",
+    "kernels/attention/cache", "kernels/attention/custom_ops",
     "kernels/attention/decode_host", "kernels/attention/plan",
     "kernels/engine/chips", "kernels/engine/engines", "kernels/engine/fp8",
     "kernels/engine/local_matmul", "kernels/engine/shards", "kernels/layers/vocabulary",
