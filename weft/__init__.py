@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from weft import sim as sim
     from weft.collectives import caches as caches
     from weft.collectives import close as close
+    from weft.collectives import cuda_graph as cuda_graph
     from weft.errors import MismatchError as MismatchError
     from weft.errors import PeerTimeout as PeerTimeout
     from weft.errors import WeftError as WeftError
@@ -84,6 +85,7 @@ _HOME = {
     "explain": "weft.settings",
     "caches": "weft.collectives",
     "close": "weft.collectives",
+    "cuda_graph": "weft.collectives",
     "WeftError": "weft.errors",
     "PeerTimeout": "weft.errors",
     "MismatchError": "weft.errors",

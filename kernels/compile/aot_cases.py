@@ -19,6 +19,7 @@ import triton
 from weft.collectives import chunk_sizes
 from weft.collectives.device import stream_signals
 from weft.collectives.kernels import collective_launch, multimem, pull, pull_boxes
+from weft.collectives.memory.workspace import link_of
 from weft.kernels.attention import merge_kernel
 from weft.kernels.attention.cache import Cache
 from weft.kernels.attention.decode import WIDEST_BYTES
@@ -105,6 +106,7 @@ def _workspace() -> Any:
         timeout_ns=600 * 10**9,
         buffer=SimpleNamespace(multicast_ptr=1 << 40),
         repeat=lambda key, operands, make: make(),
+        kept_launches=dict,
     )
 
 
@@ -287,7 +289,7 @@ def _collective_launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, 
         stream_signals.wait(ws, 1)
         stream_signals.end(ws)
         stream_signals.end(ws, [torch.empty(8, 8, dtype=dtype, device="meta")] * 2)
-        copy_engines.announce(ws, 1, 0, 2)
+        copy_engines.announce(ws, link_of(ws), 1, 0, 2)
     yield from (("signals of a stream", launch) for launch in caught)
     reduced = dtype in op.REDUCED
     for case, count in (("collective", 8 * 8192), ("odd sizes", 8 * 8191 + 1)):
