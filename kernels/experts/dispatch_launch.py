@@ -1,0 +1,198 @@
+"""How the kernel of `dispatch_kernel` is launched.
+
+The configuration depends on shapes, dtype and chip alone. Ranks may differ in it, as words of copy
+programs are a rank's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from weft.collectives.device.launches import launching
+from weft.collectives.memory.workspace import Workspace, check_room, link_of
+from weft.kernels.device import gathers
+from weft.kernels.device.operands import NO_SCALES, Scales, described_rows
+from weft.kernels.device.outputs import Outputs
+from weft.kernels.engine.chips import INTERPRETER, Chip, Tiling, chip_of, tiling_for
+from weft.kernels.engine.epilogues import Activation
+from weft.kernels.experts.dispatch_kernel import DispatchVariant, dispatch_kernel
+from weft.kernels.experts.expert_tiles import (
+    RowTable,
+    check_table,
+    described_experts,
+    expert_weights,
+    lanes_for,
+)
+
+
+@dataclass(frozen=True)
+class DispatchConfig:
+    """How the kernels of `dispatch_kernel` are launched.
+
+    Attributes:
+        tiling: tiles of the matmul.
+        programs: grid of the consumer kernel, copy programs included.
+        copy_programs: how many of them fetch rows; 0: rows are read in place at their owners.
+        chunk_rows: rows that are announced together, at least.
+        copy_m, copy_n: block that a copy moves at a time.
+        descriptors: whether weights that allow it are read by tensor descriptor, and with them the
+            rows.
+    """
+
+    tiling: Tiling
+    programs: int
+    copy_programs: int
+    chunk_rows: int
+    copy_m: int
+    copy_n: int
+    descriptors: bool = False
+
+
+def dispatch_config(
+    rows: int,
+    N: int,
+    dtype: torch.dtype,
+    world_size: int,
+    chip: Chip,
+    *,
+    experts: int = 1,
+    pair: bool = False,
+) -> DispatchConfig:
+    """The launch for `experts` of about `rows` rows each, and N columns of all weights.
+
+    Args:
+        pair: whether each output is made of two sums.
+    """
+    tiling = tiling_for(chip, rows, N, dtype, max(1, experts))
+    if pair and (tiling.block_m * tiling.block_n > 32 * 64 or dtype == torch.float32):
+        tiling = replace(tiling, block_n=max(16, tiling.block_n // 2))
+    if chip is INTERPRETER:
+        return DispatchConfig(tiling, chip.programs, 1, 16, 16, 32)
+    # As in `all_gather_launch`, for the same reasons.
+    copy_programs = max(1, chip.cores // 8) if world_size > 1 else max(1, chip.cores // 16)
+    copy_n = 512 * tiling.num_warps // dtype.itemsize
+    copy_m = tiling.num_warps  # twice as many spill, as each row has a pointer of its own
+    descriptors = chip.descriptors and dtype != torch.float32
+    return DispatchConfig(tiling, chip.programs, copy_programs, 32, copy_m, copy_n, descriptors)
+
+
+def numbers_offset(tokens: int, columns: int, dtype: torch.dtype) -> int:
+    """Bytes into the half at which the numbers begin, if a rank has at most `tokens` tokens."""
+    return tokens * gathers.pitch_of(columns) * dtype.itemsize
+
+
+def workspace_bytes(tokens: int, columns: int, dtype: torch.dtype, numbers: int = 0) -> int:
+    """Symmetric memory of each rank, for at most `tokens` tokens and `numbers` for each."""
+    return numbers_offset(tokens, columns, dtype) + 4 * tokens * numbers
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """What a launch returns; of all, what begins at row table.ends[-1] is undefined.
+
+    Attributes:
+        rows: (R, K), contiguous; None if they were read in place.
+        numbers: (R,) fp32: of each row's slot; None if there are none.
+        ys: the outputs, (R, N_i) each.
+        sums: the activation's arguments, one for each weight; empty unless asked for.
+    """
+
+    rows: torch.Tensor | None
+    numbers: torch.Tensor | None
+    ys: list[torch.Tensor]
+    sums: list[torch.Tensor]
+
+
+def launch_dispatch(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    ws: Workspace,
+    table: RowTable,
+    tokens: Sequence[int],
+    *,
+    numbers: torch.Tensor | None = None,
+    activation: Activation | None = None,
+    keep_sums: bool = False,
+    tensor_parallel_size: int = 1,
+    config: DispatchConfig | None = None,
+) -> Dispatched:
+    """Enqueue y_i = activation(rows @ w_i[expert of the row]), and the rows themselves.
+
+    Args:
+        x: (T, K), this rank's tokens, any strides.
+        weights: (E, K, N_i) each, any strides, dtype of x; none: the rows are all that is wanted.
+        ws: room for `workspace_bytes(max(tokens), K, x.dtype, k if numbers are given)`.
+        table: of the R rows that come to this rank.
+        tokens: T of every rank, the same list on all ranks.
+        numbers: (T, k) fp32, for each slot of this rank's tokens; on all ranks or none.
+        activation: see `weft.kernels.engine.epilogues`; "swiglu" makes one y of two weights.
+        keep_sums: also return the activation's arguments.
+        tensor_parallel_size: how many ranks hold parts of the same experts.
+        config: default `dispatch_config`; without copy programs, neither rows nor numbers come.
+    """
+    K, R, W, E = x.shape[1], len(table.rows), ws.world_size, len(table.ends)
+    check_table(table, E, x.device)
+    pair, Ns = activation == "swiglu", tuple(w.shape[2] for w in weights)
+    if config is None:
+        # On a GPU R is what comes if all tokens choose experts of this rank.
+        expected = max(1, R * tensor_parallel_size // (W * max(1, E)))
+        config = dispatch_config(
+            expected, sum(Ns), x.dtype, W, chip_of(x.device), experts=E, pair=pair
+        )
+    tiling, k = config.tiling, 0 if numbers is None else numbers.shape[1]
+    needed = workspace_bytes(max(tokens), K, x.dtype, k)
+    check_room(ws, needed, "workspace_bytes(max(tokens), K, x.dtype, numbers a token)")
+    ys = [x.new_empty(R, N) for N in (Ns[:1] if pair else Ns)]
+    sums = [x.new_empty(R, N) for N in Ns] if keep_sums else []
+    copies = config.copy_programs if weights else config.programs
+    rows = x.new_empty(R, K) if copies else None
+    fetched = None if numbers is None else numbers.new_empty(R)
+    pitch, numbers_at = gathers.pitch_of(K), numbers_offset(max(tokens), K, x.dtype)
+    given = NO_SCALES if numbers is None else Scales(numbers.reshape(-1), 1)
+    gathers.publish(
+        x, ws, pitch, config.programs, config.copy_m, config.copy_n, given, numbers_at, max(k, 1)
+    )
+    describe = config.descriptors and (pair or len(weights) == 1)
+    descs, w_transposed = described_experts(weights, tiling, describe)
+    row_desc = None
+    if rows is not None:
+        _, row_desc = described_rows(rows, rows, tiling, descs[0] is not None)
+    launching(dispatch_kernel, config.programs)(
+        Outputs(
+            tuple(ys),
+            tuple(sums) if keep_sums else None,
+            (None,) * len(weights),
+            (NO_SCALES,) * len(weights),
+        ),
+        gathers.Rows(rows, fetched),
+        row_desc,
+        table,
+        tuple(map(expert_weights, weights)),
+        *descs,
+        link_of(ws),
+        R,
+        E,
+        Ns,
+        K,
+        pitch,
+        numbers_at,
+        config.chunk_rows,
+        ws.rank,
+        V=DispatchVariant(
+            weights=len(weights),
+            activation=activation,
+            tiles=tiling,
+            world_size=W,
+            lanes=lanes_for(E),
+            copies=copies,
+            copy_m=config.copy_m,
+            copy_n=config.copy_n,
+            even_k=K % tiling.block_k == 0,
+            w_transposed=w_transposed,
+        ),
+        **tiling.options,
+    )
+    return Dispatched(rows, fetched, ys, sums)

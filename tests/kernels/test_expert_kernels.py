@@ -1,0 +1,196 @@
+"""The kernels of experts, interpreted on processes and on virtual ranks, against float64."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from needs import needs_interpreter
+from torch.nn import functional
+
+from weft.collectives import chunk_sizes, workspace
+from weft.kernels.engine.chips import INTERPRETER
+from weft.kernels.experts import dispatch_launch
+from weft.kernels.experts.expert_tiles import RowTable
+
+pytestmark = needs_interpreter
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """The same on every rank."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def within(actual: torch.Tensor, exact: torch.Tensor, K: int, case: str) -> None:
+    """One rounding, and sums of K terms in fp32, none of which is much larger than 1."""
+    eps = torch.finfo(actual.dtype).eps
+    torch.testing.assert_close(
+        actual.double(),
+        exact,
+        rtol=eps,
+        atol=eps + 2e-6 * max(K, 1) ** 0.5,
+        msg=lambda text: f"{case}: {text}",
+    )
+
+
+@dataclass
+class Routed:
+    """All ranks' ids (T, k), of `E` experts on the W // tp sets of ranks, which hold chunks."""
+
+    ids: list[torch.Tensor]
+    E: int
+    tp: int = 1
+
+    @property
+    def tokens(self) -> list[int]:
+        return [len(ids) for ids in self.ids]
+
+    @property
+    def k(self) -> int:
+        return self.ids[0].shape[1]
+
+    def own(self, rank: int) -> range:
+        """The experts of a rank."""
+        sizes = chunk_sizes(self.E, len(self.ids) // self.tp)
+        first = sum(sizes[: rank // self.tp])
+        return range(first, first + sizes[rank // self.tp])
+
+    def table(self, rank: int, spare: int = 0) -> RowTable:
+        """A rank's rows by a loop over everything, and `spare` ones that must not be read."""
+        rows, ends = [], []
+        for expert in self.own(rank):
+            for source, ids in enumerate(self.ids):
+                for slot in (ids.reshape(-1) == expert).nonzero().flatten().tolist():
+                    rows.append((source, slot // self.k, slot))
+            ends.append(len(rows))
+        rows += [(1 << 30,) * 3] * spare
+        columns = torch.tensor(rows, dtype=torch.int32).reshape(-1, 3).T.contiguous()
+        return RowTable(torch.tensor(ends, dtype=torch.int32), *columns)
+
+
+KINDS = ("random", "padding", "all to one", "none", "few")
+
+
+def routed(kind: str, tokens: list[int], k: int, E: int, tp: int, seed: int) -> Routed:
+    """Ids of each kind that a router may come to; duplicates among a token's, too."""
+    rng = random.Random(seed)
+
+    def id() -> int:
+        if kind == "none" or (kind == "padding" and rng.random() < 0.4):
+            return -1
+        return E - 1 if kind == "all to one" else rng.randrange(2 if kind == "few" else E)
+
+    drawn = [torch.tensor([id() for _ in range(t * k)]).reshape(t, k) for t in tokens]
+    return Routed([ids.to(torch.int32) for ids in drawn], E, tp)
+
+
+def cases(count: int, W: int):
+    """Number, Routed, widths, dtype; ranks without tokens, without experts, and one token among
+    them.
+    """
+    for index in range(count):
+        rng = random.Random(100 * W + index)
+        tokens = [rng.choice([0, 1, 2, 5, 9, rng.randrange(40)]) for _ in range(W)]
+        tp = 2 if W % 2 == 0 and index % 3 == 2 else 1
+        E = rng.choice([1, W, 3 * W + 1])
+        told = routed(KINDS[index % len(KINDS)], tokens, 1 + index % 3, E, tp, index)
+        sizes = [rng.choice([1, 8, 17, 32, 33, 40, 70]) for _ in range(2)]
+        yield index, told, sizes, DTYPES[index % 3]
+
+
+def laid_out(w: torch.Tensor, index: int) -> torch.Tensor:
+    """The same numbers, laid out by turns as (E, K, N), as (E, N, K), with gaps, or negated."""
+    if index % 4 == 1:
+        return w.transpose(1, 2).contiguous().transpose(1, 2)
+    if index % 4 == 2:
+        return torch.stack([w, w], 3).flatten(2)[:, :, ::2]
+    return torch._neg_view(-w) if index % 4 == 3 else w
+
+
+def late(index: int, rank: int, W: int) -> None:
+    if index % 4 == 3 and rank == index % W:
+        time.sleep(0.02)
+
+
+def dispatching(count: int) -> None:
+    ws = workspace(None, 1 << 15, channel="dispatching")
+    rank, W = ws.rank, ws.world_size
+    for index, told, (K, N), dtype in cases(count, W):
+        case = (
+            f"case {index}: {told.tokens}, {told.ids[rank].shape}, {told.E=}, {K=}, {N=}, {dtype}"
+        )
+        xs = [normal(t, 2 * K, dtype=dtype, seed=r)[:, ::2] for r, t in enumerate(told.tokens)]
+        xs = xs if index % 2 else [x.contiguous() for x in xs]
+        numbers = [normal(t, told.k, seed=50 + r) for r, t in enumerate(told.tokens)]
+        experts, activation = told.own(rank), (None, "swiglu", "gelu", None)[index % 4]
+        widths = {0: [N], 1: [N, N], 2: [N], 3: [N, 33]}[index % 4]
+        whole = [
+            normal(told.E, K, n, dtype=dtype, seed=90 + i) / K**0.5 for i, n in enumerate(widths)
+        ]
+        weights = [laid_out(w[experts.start : experts.stop], index // 2) for w in whole]
+        table, spare = told.table(rank, 3 * (index % 2)), 3 * (index % 2)
+        config = dispatch_launch.dispatch_config(
+            16, N, dtype, W, INTERPRETER, pair=activation == "swiglu"
+        )
+        if index % 5 == 4:
+            config = replace(config, copy_programs=0)
+        elif index % 2:
+            config = replace(config, copy_programs=2, programs=4, chunk_rows=8, copy_m=4)
+        config = replace(config, descriptors=index // 2 % 2 == 1)
+        late(index, rank, W)
+        made = dispatch_launch.launch_dispatch(
+            xs[rank],
+            weights,
+            ws,
+            table,
+            told.tokens,
+            numbers=numbers[rank] if index % 3 else None,
+            activation=activation,
+            keep_sums=index % 4 == 2,
+            config=config,
+        )
+        ws.check("dispatching")
+        real = len(table.ranks) - spare
+        pairs = [*zip(table.ranks[:real].tolist(), table.slots[:real].tolist(), strict=True)]
+        rows = (
+            torch.stack([xs[r][s // told.k] for r, s in pairs]) if pairs else xs[0].new_zeros(0, K)
+        )
+        of = [
+            e
+            for e, end in enumerate(table.ends.tolist())
+            for _ in range(end - ([0, *table.ends.tolist()][e]))
+        ]
+        sums = [
+            (rows.double().unsqueeze(1) @ w.double()[of]).squeeze(1)
+            if pairs
+            else rows.new_zeros(0, w.shape[2]).double()
+            for w in weights
+        ]
+        if config.copy_programs:
+            assert torch.equal(made.rows[:real], rows), case
+            if index % 3:
+                want = torch.tensor([numbers[r].reshape(-1)[s] for r, s in pairs])
+                assert torch.equal(made.numbers[:real], want.reshape(-1)), case
+        wanted = sums
+        if activation == "swiglu":
+            wanted = [functional.silu(sums[0]) * sums[1]]
+        elif activation:
+            wanted = [functional.gelu(sums[0])]
+        for y, want in zip(made.ys, wanted, strict=True):
+            within(y[:real], want, K, case)
+        for z, want in zip(made.sums, sums, strict=False):
+            within(z[:real], want, K, case)
+
+
+BODIES = [dispatching]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_against_float64(ranks, virtual_ranks, body, world_size):
+    run = ranks if world_size > 2 else virtual_ranks
+    run(world_size, body, {1: 5, 2: 12, 3: 4, 4: 4}[world_size])
