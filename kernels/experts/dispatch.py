@@ -222,7 +222,7 @@ def gradients(
     return [next(found) if need else None for need in needs]
 
 
-class Made(NamedTuple):
+class _Made(NamedTuple):
     """What a forward makes: `hs`, the rows if they are kept, and what else a gradient needs."""
 
     hs: list[torch.Tensor]
@@ -232,7 +232,7 @@ class Made(NamedTuple):
 
 def _host_forward(
     call: DispatchCall, x: torch.Tensor, weights: Sequence[torch.Tensor], keep: bool, grads: bool
-) -> Made:
+) -> _Made:
     """Expert by expert, so that what is made of its rows is still in the caches."""
     routing, activation = call.routing, call.activation
     R, op = routing.count, "dispatch_grouped_matmul"
@@ -260,8 +260,8 @@ def _host_forward(
         for result in [*hs, *zs] if rows is None else [*hs, *zs, rows]:
             ex.result(result)
     if rows is not None and not weights:
-        return Made([rows], None, [])
-    return Made(hs, rows, zs or (hs if activation else []))
+        return _Made([rows], None, [])
+    return _Made(hs, rows, zs or (hs if activation else []))
 
 
 def _host_backward(
