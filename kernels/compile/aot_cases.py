@@ -27,7 +27,7 @@ from weft.kernels.engine import chips
 from weft.kernels.engine.chips import Chip
 from weft.kernels.engine.epilogues import Activation
 from weft.kernels.engine.fp8 import Scaling
-from weft.kernels.experts import dispatch_launch
+from weft.kernels.experts import expert_launch
 from weft.kernels.experts.expert_tiles import RowTable
 from weft.kernels.flash import decode_kernel, ring_grad_kernel, ring_kernel
 from weft.kernels.flash.geometry import (
@@ -468,8 +468,8 @@ def _expert_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, Laun
         ends, *rows = (empty(n, dtype=torch.int32) for n in (_EXPERTS, R, R, R))
         table = RowTable(ends, *rows)
         w = empty(_EXPERTS, N, K).transpose(1, 2) if transposed else empty(_EXPERTS, K, N)
-        with catching(dispatch_launch, gathers) as caught:
-            dispatch_launch.launch_dispatch(
+        with catching(expert_launch, gathers) as caught:
+            expert_launch.launch_dispatch(
                 empty(tokens, K),
                 [w] * (1 + (activation == "swiglu")),
                 _workspace(),
@@ -480,6 +480,29 @@ def _expert_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, Laun
                 numbers=empty(tokens, _TOP_K, dtype=torch.float32) if transposed else None,
             )
         yield case, caught[-1]
+        if activation == "gelu":
+            continue
+        ids = empty(tokens, _TOP_K, dtype=torch.int32)
+        h, down = empty(R, N), empty(_EXPERTS, K, N).transpose(1, 2)
+        pushes = [(case, [h], [down])]
+        if case == "experts":  # the gradients of x and of the gates' weights
+            pushes += [
+                ("d(gate and up of experts)", [h, h], [w.transpose(1, 2)] * 2),
+                ("experts, rows alone", [empty(R, 1)], []),
+            ]
+        for name, hs, weights in pushes:
+            with catching(expert_launch) as caught:
+                expert_launch.launch_combine(
+                    hs,
+                    weights,
+                    _workspace(),
+                    table,
+                    [tokens] * _W,
+                    ids,
+                    _W * _EXPERTS,
+                    topk_weights=empty(tokens, _TOP_K, dtype=torch.float32),
+                )
+            yield from ((name, launch) for launch in caught)
 
 
 def _scaling(dtype: torch.dtype, rows: int, widths: Sequence[int]) -> Scaling | None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import pytest
 import torch
+import torch.distributed as dist
 from needs import needs_interpreter
 from torch.nn import functional
 
 from weft.collectives import chunk_sizes, workspace
 from weft.kernels.engine.chips import INTERPRETER
-from weft.kernels.experts import dispatch_launch
+from weft.kernels.experts import expert_launch
 from weft.kernels.experts.expert_tiles import RowTable
 
 pytestmark = needs_interpreter
@@ -25,9 +27,11 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def within(actual: torch.Tensor, exact: torch.Tensor, K: int, case: str) -> None:
-    """One rounding, and sums of K terms in fp32, none of which is much larger than 1."""
-    eps = torch.finfo(actual.dtype).eps
+def within(
+    actual: torch.Tensor, exact: torch.Tensor, K: int, case: str, wire: torch.dtype | None = None
+) -> None:
+    """One rounding, and sums of K terms in fp32, or `wire`, none of which is much larger than 1."""
+    eps = torch.finfo(wire or actual.dtype).eps + torch.finfo(actual.dtype).eps
     torch.testing.assert_close(
         actual.double(),
         exact,
@@ -133,7 +137,7 @@ def dispatching(count: int) -> None:
         ]
         weights = [laid_out(w[experts.start : experts.stop], index // 2) for w in whole]
         table, spare = told.table(rank, 3 * (index % 2)), 3 * (index % 2)
-        config = dispatch_launch.dispatch_config(
+        config = expert_launch.dispatch_config(
             16, N, dtype, W, INTERPRETER, pair=activation == "swiglu"
         )
         if index % 5 == 4:
@@ -142,7 +146,7 @@ def dispatching(count: int) -> None:
             config = replace(config, copy_programs=2, programs=4, chunk_rows=8, copy_m=4)
         config = replace(config, descriptors=index // 2 % 2 == 1)
         late(index, rank, W)
-        made = dispatch_launch.launch_dispatch(
+        made = expert_launch.launch_dispatch(
             xs[rank],
             weights,
             ws,
@@ -186,7 +190,79 @@ def dispatching(count: int) -> None:
             within(z[:real], want, K, case)
 
 
-BODIES = [dispatching]
+def poisoned(ws) -> None:
+    """NaN in all of this rank's memory, while nobody writes there."""
+    dist.barrier()
+    for parity in (0, 1):
+        ws.tensor(ws.rank, parity, (ws.half_bytes,), torch.uint8).fill_(255)
+    dist.barrier()
+
+
+def combining(count: int) -> None:
+    ws = workspace(None, 1 << 17, channel="combining")
+    rank, W = ws.rank, ws.world_size
+    poisoned(ws)
+    for index, told, (N, H), dtype in cases(count, W):
+        case = f"case {index}: {told}, {N=}, {H=}, {dtype}"
+        terms, weighted = index % 4 if index % 4 < 3 else 1, index % 5 > 0
+        H = 1 if index % 7 == 6 else H
+        if index % 6 == 5:  # what is in each slot
+            told = Routed([ids.reshape(-1, 1) for ids in told.ids], told.E, told.tp)
+        tables = [told.table(r) for r in range(W)]
+        widths = [N, 32][:terms] or [H]
+        hs = [
+            [normal(len(table.rows), n, dtype=dtype, seed=10 * r + i) for i, n in enumerate(widths)]
+            for r, table in enumerate(tables)
+        ]
+        ws_of = [
+            [
+                normal(len(told.own(r)), n, H, dtype=dtype, seed=70 + 10 * r + i) / n**0.5
+                for i, n in enumerate(widths)
+            ]
+            for r in range(W)
+        ]
+        # Padding has weights that must not count.
+        gates = [normal(t, told.k, seed=50 + r) for r, t in enumerate(told.tokens)]
+        gate = gates[rank].masked_fill(told.ids[rank] < 0, float("nan"))
+        config = expert_launch.combine_config(16, H, dtype, INTERPRETER)
+        config = replace(config, programs=1 + index % 3, descriptors=index // 2 % 2 == 1)
+        wire = torch.float32 if told.tp > 1 or index % 2 else None
+        late(index, rank, W)
+        given = [laid_out(w, index // 2) for w in ws_of[rank]] if terms else []
+        y = expert_launch.launch_combine(
+            [h.T.contiguous().T if index % 4 == 3 else h for h in hs[rank]],
+            given,
+            ws,
+            tables[rank],
+            told.tokens,
+            told.ids[rank],
+            told.E,
+            topk_weights=gate if weighted else None,
+            tensor_parallel_size=told.tp,
+            wire_dtype=wire,
+            out_dtype=torch.float32 if index % 2 else None,
+            config=config,
+        )
+        ws.check("combining")
+        want = torch.zeros(told.tokens[rank], H, dtype=torch.float64)
+        for r, table in enumerate(tables):
+            starts = [0, *table.ends.tolist()]
+            for e, (first, end) in enumerate(pairwise(starts)):
+                for p in range(first, end):
+                    if table.ranks[p] == rank:
+                        slot = int(table.slots[p])
+                        o = hs[r][0][p].double()
+                        if terms:
+                            o = sum(
+                                h[p].double() @ w[e].double()
+                                for h, w in zip(hs[r], ws_of[r], strict=True)
+                            )
+                        factor = gates[rank].reshape(-1)[slot].double() if weighted else 1.0
+                        want[slot // told.k] += factor * o.to(wire or dtype).double()
+        within(y, want, 4 * told.k, case, wire or dtype)
+
+
+BODIES = [dispatching, combining]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
