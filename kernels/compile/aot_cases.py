@@ -444,6 +444,7 @@ def _decode_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, Laun
 
 # Of DeepSeek V3 on 8 ranks.
 _EXPERTS, _TOP_K, _EXPERT_K, _EXPERT_N = 32, 8, 7168, 2048
+_MADE: tuple[Activation, ...] = ("swiglu", "gelu")
 
 
 def _expert_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, Launch]]:
@@ -451,7 +452,7 @@ def _expert_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, Laun
         return torch.empty(shape, dtype=dtype, device="meta")
 
     # Tokens of a rank, whether weights lie as nn.Linear has them, activation, odd widths.
-    sizes = [
+    sizes: list[tuple[str, int, bool, Activation, int]] = [
         ("experts", 4096, True, "swiglu", 0),
         ("experts, gelu", 4096, False, "gelu", 0),
         ("experts, decode", 16, True, "swiglu", 0),
@@ -460,7 +461,7 @@ def _expert_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, Laun
         sizes += [
             (f"experts, {tokens} tokens, {activation}, {odd}", tokens, odd > 0, activation, odd)
             for tokens in (1, 64, 256, 1024, 16384)
-            for activation in ("swiglu", "gelu")
+            for activation in _MADE
             for odd in (0, 1, 8)
         ]
     for case, tokens, transposed, activation, odd in sizes:

@@ -133,7 +133,7 @@ def place_of(expert, K, N, start_n, w_desc, TRANSPOSED: tl.constexpr):
 
 def lanes_for(experts: int) -> int:
     """LANES for so many experts."""
-    return triton.next_power_of_2(max(1, experts))
+    return 1 << max(0, experts - 1).bit_length()
 
 
 def expert_weights(w: torch.Tensor) -> ExpertWeights:
