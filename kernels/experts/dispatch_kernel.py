@@ -58,7 +58,7 @@ from weft.kernels.experts.expert_tiles import (
     weight_of,
 )
 from weft.kernels.experts.pulled_rows import (
-    Pull,
+    PulledRows,
     chunk_of,
     fetch_rows,
     rows_at_owners,
@@ -103,8 +103,8 @@ class DispatchVariant:
 class DispatchTiles(NamedTuple):
     """One call, as tiles know it.
 
-    Fields: Pull; ExpertWeights, and their columns; descriptors of the rows, and of the first two
-    weights, or None; Outputs.
+    Fields: PulledRows; ExpertWeights, and their columns; descriptors of the rows, and of the first
+    two weights, or None; Outputs.
     """
 
     pull: Any
@@ -215,7 +215,9 @@ def dispatch_kernel(
     experts = experts_of(table.ends, E, V.lanes, TILES.block_m)
     total = rows_of(experts)
     chunk_rows = chunk_of(total, chunk_rows, V.world_size)
-    pull = Pull(table, total, chunk_rows, link, rank, generation, pitch, numbers_at, fetched, K)
+    pull = PulledRows(
+        table, total, chunk_rows, link, rank, generation, pitch, numbers_at, fetched, K
+    )
     call = DispatchTiles(pull, weights, Ns, row_desc, w_desc, w2_desc, out)
     came = True
     if V.copies == 0:

@@ -21,7 +21,7 @@ from weft.kernels.device import tiles
 _MAX_PROGRAMS = signals.Constant(MAX_PROGRAMS)
 
 
-class Pull(NamedTuple):
+class PulledRows(NamedTuple):
     """Which rows a call pulls, from where, into what.
 
     Fields: RowTable; how many of its rows are real, and are announced together; the way to the

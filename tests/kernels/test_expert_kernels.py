@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
 import torch.distributed as dist
+from expert_tables import Routed
 from needs import needs_interpreter
+from sim_cases import combined, dispatched
 from torch.nn import functional
 
-from weft.collectives import chunk_sizes, workspace
+from weft import sim
+from weft.collectives import workspace
 from weft.kernels.engine.chips import INTERPRETER
 from weft.kernels.experts import expert_launch
-from weft.kernels.experts.expert_tiles import RowTable
 
 pytestmark = needs_interpreter
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -39,41 +42,6 @@ def within(
         atol=eps + 2e-6 * max(K, 1) ** 0.5,
         msg=lambda text: f"{case}: {text}",
     )
-
-
-@dataclass
-class Routed:
-    """All ranks' ids (T, k), of `E` experts on the W // tp sets of ranks, which hold chunks."""
-
-    ids: list[torch.Tensor]
-    E: int
-    tp: int = 1
-
-    @property
-    def tokens(self) -> list[int]:
-        return [len(ids) for ids in self.ids]
-
-    @property
-    def k(self) -> int:
-        return self.ids[0].shape[1]
-
-    def own(self, rank: int) -> range:
-        """The experts of a rank."""
-        sizes = chunk_sizes(self.E, len(self.ids) // self.tp)
-        first = sum(sizes[: rank // self.tp])
-        return range(first, first + sizes[rank // self.tp])
-
-    def table(self, rank: int, spare: int = 0) -> RowTable:
-        """A rank's rows by a loop over everything, and `spare` ones that must not be read."""
-        rows, ends = [], []
-        for expert in self.own(rank):
-            for source, ids in enumerate(self.ids):
-                for slot in (ids.reshape(-1) == expert).nonzero().flatten().tolist():
-                    rows.append((source, slot // self.k, slot))
-            ends.append(len(rows))
-        rows += [(1 << 30,) * 3] * spare
-        columns = torch.tensor(rows, dtype=torch.int32).reshape(-1, 3).T.contiguous()
-        return RowTable(torch.tensor(ends, dtype=torch.int32), *columns)
 
 
 KINDS = ("random", "padding", "all to one", "none", "few")
@@ -270,3 +238,20 @@ BODIES = [dispatching, combining]
 def test_against_float64(ranks, virtual_ranks, body, world_size):
     run = ranks if world_size > 2 else virtual_ranks
     run(world_size, body, {1: 5, 2: 12, 3: 4, 4: 4}[world_size])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [dispatched, partial(dispatched, direct=True), combined],
+    ids=["fetched", "direct", "combined"],
+)
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.sweep)])
+def test_schedules_without_a_race(case, world_size):
+    sim.run(world_size, case, schedules=200, replay=True)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_many_routings_against_float64(ranks, body, world_size):
+    ranks(world_size, body, 60, timeout_s=900)
