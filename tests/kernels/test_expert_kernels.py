@@ -19,7 +19,7 @@ from torch.nn import functional
 from weft import sim
 from weft.collectives import workspace
 from weft.kernels.engine.chips import INTERPRETER
-from weft.kernels.experts import expert_launch
+from weft.kernels.experts import contract_grouped_kernel, expert_launch
 
 pytestmark = needs_interpreter
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -228,6 +228,24 @@ def combining(count: int) -> None:
                         factor = gates[rank].reshape(-1)[slot].double() if weighted else 1.0
                         want[slot // told.k] += factor * o.to(wire or dtype).double()
         within(y, want, 4 * told.k, case, wire or dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_contraction_against_float64(dtype):
+    for index, (ends, K, N) in enumerate([([5, 5, 40, 41], 33, 17), ([0, 0], 8, 64), ([70], 1, 1)]):
+        E, R = len(ends), ends[-1]
+        a, b = normal(R + 2, K, dtype=dtype, seed=1), normal(R + 2, N, dtype=dtype, seed=2)
+        a[R:], b[R:] = float("nan"), float("nan")  # beyond the last expert's rows
+        like = laid_out(normal(E, K, N, dtype=dtype), index)
+        out = torch.empty_like(like).fill_(float("nan")) if index else None
+        given = [x.T.contiguous().T if index == 0 else x for x in (a, b)]
+        made = contract_grouped_kernel.launch_contract_grouped(
+            *given, torch.tensor(ends, dtype=torch.int32), out=out
+        )
+        assert out is None or made is out
+        for e, (first, end) in enumerate(pairwise([0, *ends])):
+            want = a[first:end].double().T @ b[first:end].double()
+            within(made[e], want, 16 * R, f"case {index}, expert {e}")
 
 
 BODIES = [dispatching, combining]
