@@ -62,6 +62,7 @@ def grouped_matmul_combine(
         PeerTimeout: a rank did not come.
         NotImplementedError: an engine was forced that cannot run the call.
     """
+    h, w = _cast(h, w)
     if h.ndim != 2 or w.ndim != 3 or (w.shape[1], w.dtype, w.device) != (
         h.shape[1], h.dtype, h.device,
     ):  # fmt: skip
@@ -73,7 +74,6 @@ def grouped_matmul_combine(
     own = routing.experts[routing.group.rank]
     if len(w) != own:
         raise ValueError(f"the routing is of {own} experts on this rank, but w has {len(w)}")
-    h, w = _cast(h, w)
     return _combined(h, w, topk_weights, routing, wire_dtype)
 
 

@@ -110,7 +110,7 @@ def found(
 def _listed(
     experts: Sequence[nn.Module] | nn.ModuleList, activation: Activation
 ) -> tuple[ExpertLayout, dict[str, torch.Tensor]]:
-    if not experts or not all(isinstance(expert, nn.Module) for expert in experts):
+    if not len(experts) or not all(isinstance(expert, nn.Module) for expert in experts):
         raise ValueError(
             f"experts must be a list of at least one module, a module of stacked weights, or a "
             f"dict of these, got {type(experts).__name__} of {len(experts)}"

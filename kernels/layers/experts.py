@@ -214,15 +214,13 @@ class ExpertParallelMLP(ParallelModule):
             PeerTimeout: a rank did not come.
         """
         k = self._check(x, topk_ids, topk_weights)
-        tokens, ids, weights = x.reshape(-1, x.shape[-1]), *(
-            each.reshape(-1, k) for each in (topk_ids, topk_weights)
-        )  # fmt: skip
+        tokens = x.reshape(-1, x.shape[-1])
         way_out = "Pass each rank its own part of the tokens, x.chunk(world_size)[rank]"
         check_shards(self.group, "ExpertParallelMLP", tokens, way_out)
         ups = [w.transpose(1, 2) for w in (self.gate_proj, self.up_proj) if w is not None]
         h, routing = dispatch_grouped_matmul(
             tokens,
-            ids,
+            topk_ids.reshape(-1, k),
             ups if len(ups) > 1 else ups[0],
             self.group,
             activation=self.activation,
@@ -232,7 +230,7 @@ class ExpertParallelMLP(ParallelModule):
         )
         self.last_load = routing.load
         shared = None if shared_experts is None else shared_experts(x)
-        down = self.down_proj.transpose(1, 2)
+        down, weights = self.down_proj.transpose(1, 2), topk_weights.reshape(-1, k)
         y = grouped_matmul_combine(h, down, weights, routing, wire_dtype=self.wire_dtype)
         y = y.view(*x.shape[:-1], y.shape[-1])
         return y if shared is None else y + shared

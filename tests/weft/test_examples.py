@@ -92,6 +92,19 @@ def test_serve_llama(ranks: Any, by_head: bool, kv_heads: int, draft: int) -> No
     assert steps < 117 if draft else steps == 117  # of three requests, after their first tokens
 
 
+@pytest.mark.ranks(2, 3)
+def test_mixtral() -> None:
+    ours, alone, apart = example("mixtral").run(steps=5)
+    torch.testing.assert_close(ours, alone, rtol=1e-5, atol=1e-6)
+    assert ours[-1] < ours[0] and apart < 1e-4
+
+
+@pytest.mark.ranks(2)
+def test_mixtral_with_a_part_of_each_expert() -> None:
+    ours, alone, _ = example("mixtral").run(steps=3, tensor_parallel_size=2)
+    torch.testing.assert_close(ours, alone, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.ranks(2)
 def test_own_kernel() -> None:
     example("own_kernel").check(dist.get_rank())
