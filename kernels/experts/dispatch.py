@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from weft.kernels.engine import epilogues
 from weft.kernels.engine.autocast import autocast, outside_autocast
 from weft.kernels.engine.engines import Problem, RunnableEngine, choose, record_backward
 from weft.kernels.engine.epilogues import Activation
-from weft.kernels.engine.local_matmul import mm, on_cpu, partial_mm
+from weft.kernels.engine.local_matmul import mm, on_cpu, partial_mm, sum_dtype
 from weft.kernels.experts.generic_rows import to_experts
 from weft.kernels.experts.grouped import contract, grouped_matmul
 from weft.kernels.experts.host_rows import Pull, Push, weighted_sum
@@ -187,12 +188,10 @@ class _Dispatch(torch.autograd.Function):
         ctx: Any, call: DispatchCall, x: torch.Tensor, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         keep = call.keep and any(ctx.needs_input_grad[2:])
-        rows, zs = _host_forward(call, x, weights, keep)
-        hs = epilogues.activate(zs, call.activation)
-        kept = zs if epilogues.keeps_sums(call.activation) else hs if call.activation else []
-        ctx.call, ctx.kept = call, (rows is not None and keep)
-        ctx.save_for_backward(x, *weights, *([rows] if ctx.kept else []), *kept)
-        return tuple(hs)
+        made = _host_forward(call, x, weights, keep, any(ctx.needs_input_grad))
+        ctx.call, ctx.kept = call, made.rows is not None
+        ctx.save_for_backward(x, *weights, *([made.rows] if ctx.kept else []), *made.kept)
+        return tuple(made.hs)
 
     @staticmethod
     @outside_autocast
@@ -209,8 +208,7 @@ class _Dispatch(torch.autograd.Function):
         record_backward(
             "dispatch_grouped_matmul", call.engine, call.routing.group, *filter(None, moved)
         )
-        dzs = epilogues.gradients(list(dhs), saved, call.activation)
-        return None, *_host_backward(call, x, weights, rows, dzs, needs_x, needs_w)
+        return None, *_host_backward(call, x, weights, rows, dhs, saved, needs_x, needs_w)
 
 
 def gradients(
@@ -225,26 +223,46 @@ def gradients(
     return [next(found) if need else None for need in needs]
 
 
+class _Made(NamedTuple):
+    """What a forward makes: `hs`, the rows if they are kept, and what else a gradient needs."""
+
+    hs: list[torch.Tensor]
+    rows: torch.Tensor | None
+    kept: list[torch.Tensor]
+
+
 def _host_forward(
-    call: DispatchCall, x: torch.Tensor, weights: Sequence[torch.Tensor], keep: bool
-) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """The rows, if they are kept, and every rows @ w_i; the rows alone if there is no weight."""
-    routing = call.routing
-    rows = x.new_empty(routing.count, x.shape[1]) if keep or not weights else None
-    zs = [x.new_empty(routing.count, w.shape[2]) for w in weights]
-    op, nbytes = "dispatch_grouped_matmul", Pull.nbytes(routing, x)
-    with exchange(
-        routing.group, nbytes, op, x.device, channel="host gather", told=call.told(x)
-    ) as ex:
+    call: DispatchCall, x: torch.Tensor, weights: Sequence[torch.Tensor], keep: bool, grads: bool
+) -> _Made:
+    """Expert by expert, so that what is made of its rows is still in the caches."""
+    routing, activation = call.routing, call.activation
+    R, op = routing.count, "dispatch_grouped_matmul"
+    rows = x.new_empty(R, x.shape[1]) if keep or not weights else None
+    if grads and epilogues.keeps_sums(activation):
+        zs = [x.new_empty(R, w.shape[2]) for w in weights]
+    else:
+        zs = []
+    outputs = weights[:1] if activation == "swiglu" else weights
+    hs = [x.new_empty(R, w.shape[2]) for w in outputs]
+    nbytes, told = Pull.nbytes(routing, x), call.told(x)
+    with exchange(routing.group, nbytes, op, x.device, channel="host gather", told=told) as ex:
         pull = Pull(ex, routing, x)
         for e, part in enumerate(routing.rows_of_expert):
-            if part.stop > part.start:
-                mine = pull.rows(e, None if rows is None else rows[part])
-                for z, w in zip(zs, weights, strict=True):
-                    mm(mine, w[e], out=z[part])
-        for made in zs if rows is None else [*zs, rows]:
-            ex.result(made)
-    return rows, zs if weights else [rows] if rows is not None else []
+            if part.stop == part.start:
+                continue
+            mine = pull.rows(e, None if rows is None else rows[part])
+            into = [z[part] for z in zs] or ([h[part] for h in hs] if activation is None else [])
+            made = [
+                mm(mine, w[e], out=out) for w, out in zip_longest(weights, into[: len(weights)])
+            ]
+            if activation is not None:
+                for h, each in zip(hs, epilogues.activate(made, activation), strict=True):
+                    h[part] = each
+        for result in [*hs, *zs] if rows is None else [*hs, *zs, rows]:
+            ex.result(result)
+    if rows is not None and not weights:
+        return _Made([rows], None, [])
+    return _Made(hs, rows, zs or (hs if activation else []))
 
 
 def _host_backward(
@@ -252,13 +270,14 @@ def _host_backward(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
     rows: torch.Tensor | None,
-    dzs: list[torch.Tensor],
+    dhs: Sequence[torch.Tensor],
+    kept: Sequence[torch.Tensor],
     needs_x: bool,
     needs_w: Sequence[bool],
 ) -> list[torch.Tensor | None]:
     routing, group = call.routing, call.routing.group
     op, told = "dispatch_grouped_matmul backward", call.told(x)
-    wire = torch.float32 if routing.tensor_parallel_size > 1 else x.dtype
+    wire = sum_dtype(x) if routing.tensor_parallel_size > 1 else x.dtype
     dws = [torch.empty_like(w) if need else None for w, need in zip(weights, needs_w, strict=True)]
     dx = None
     with ExitStack() as stack:
@@ -271,33 +290,31 @@ def _host_backward(
             ex = exchange(group, nbytes, op, x.device, channel="host scatter", told=told)
             push = Push(stack.enter_context(ex), routing, x.shape[1], wire)
         for e, part in enumerate(routing.rows_of_expert):
+            dh = [each[part] for each in dhs]
+            dzs = epilogues.gradients(dh, [each[part] for each in kept], call.activation)
             if any(needs_w):
                 mine = rows[part] if rows is not None else pull.rows(e)
                 for dw, dz in zip(dws, dzs, strict=True):
                     if dw is not None:
-                        contract(dw[e], mine, dz[part])
+                        contract(dw[e], mine, dz)
             if needs_x and part.stop > part.start:
-                push.rows(e, _back(dzs, weights, e, part, wire))
+                push.rows(e, _back(dzs, [w[e] for w in weights], wire))
         if needs_x:
             dx = weighted_sum(push.collected(), None, routing.tensor_parallel_size, x.dtype)
     return [dx, *dws]
 
 
 def _back(
-    dzs: list[torch.Tensor],
-    weights: Sequence[torch.Tensor],
-    e: int,
-    part: slice,
-    wire: torch.dtype,
+    dzs: list[torch.Tensor], weights: Sequence[torch.Tensor], wire: torch.dtype
 ) -> torch.Tensor:
     """The gradient of an expert's rows: sum over i of dz_i @ w_i^T, as it travels."""
     if not weights:
-        return dzs[0][part].to(wire)
+        return dzs[0].to(wire)
     if len(weights) == 1 and wire == dzs[0].dtype:
-        return mm(dzs[0][part], weights[0][e].t())
+        return mm(dzs[0], weights[0].t())
     total = None
     for dz, w in zip(dzs, weights, strict=True):
-        total = partial_mm(dz[part], w[e].t(), plus=total)
+        total = partial_mm(dz, w.t(), plus=total, out=total)
     assert total is not None
     return total.to(wire)
 
