@@ -54,7 +54,8 @@ def grouped_matmul_combine(
 
     Returns:
         y (T, H), of h's dtype: added up in fp32 in the order of j, and rounded once. A token
-        without experts gets 0. Gradients of h, w and topk_weights, fused like the forward.
+        without experts gets 0, whatever its weights are. Gradients of h, w and topk_weights, fused
+        like the forward.
 
     Raises:
         ValueError: shapes or dtypes that do not fit.
@@ -125,6 +126,9 @@ def _combined(
             f"topk_weights must be floats {tuple(routing.topk_ids.shape)}, one for each of "
             f"topk_ids, got {tuple(weights.shape)} {weights.dtype}"
         )
+    if weights is not None:
+        # A softmax over no expert is NaN, of which 0 times is NaN.
+        weights = weights.masked_fill(routing.topk_ids < 0, 0)
     check_wire(wire_dtype, h.dtype)
     wire = wire_dtype or (sum_dtype(h) if routing.tensor_parallel_size > 1 else h.dtype)
     call = CombineCall(routing, "generic", wire)

@@ -106,11 +106,42 @@ def test_a_layer_is_its_experts(kind: str) -> None:
         for got, want in zip(own, whole, strict=True):
             assert want.grad is not None
             torch.testing.assert_close(got.grad, mine(want.grad, tokens))
+        assert all(parameter.grad.is_contiguous() for parameter in layer.parameters())
         for model in (layer, experts):
             torch.optim.SGD(model.parameters(), lr=0.1).step()
         torch.testing.assert_close(layer.state_dict(), experts.state_dict())
         assert layer.last_load is not None
         assert layer.last_load.tolist() == [int((ids == e).sum()) for e in range(E)]
+
+
+@pytest.mark.ranks(4)
+def test_sets_of_ranks_that_share_experts() -> None:
+    """2 and 1 of 3 experts, on two ranks each."""
+    tokens, experts = [3, 0, 4, 2], made("list", 3).double()
+    layer = weft.ExpertParallelMLP.from_experts(experts, tensor_parallel_size=2)
+    assert len(layer.own_experts) == (2, 2, 1, 1)[dist.get_rank()]
+    torch.testing.assert_close(layer.state_dict(), experts.state_dict(), rtol=0, atol=0)
+    x, ids, weights = problem(tokens, 3)
+    y = layer(*(mine(t, tokens) for t in (x, ids, weights)))
+    torch.testing.assert_close(y, mine(alone(experts, x, ids, weights), tokens))
+    y.sum().backward()
+    alone(experts, x, ids, weights).sum().backward()
+    for model in (layer, experts):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    torch.testing.assert_close(layer.state_dict(), experts.state_dict())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("engine", ["host", "generic"])
+def test_weights_of_padding_do_not_count(engine: weft.settings.Engine) -> None:
+    layer = weft.ExpertParallelMLP(4, H, F)
+    x, ids = torch.randn(3, H), torch.tensor([[0, 3], [2, -1], [-1, -1]])
+    weights = torch.full((3, 2), torch.nan).masked_fill(ids >= 0, 0.5).requires_grad_()
+    with weft.engine(engine):
+        y, expected = layer(x, ids, weights), layer(x, ids, torch.full((3, 2), 0.5))
+        assert torch.equal(y, expected) and not y[2].any()
+        y.sum().backward()
+    assert weights.grad is not None and not weights.grad[ids < 0].any()
 
 
 @pytest.mark.ranks(2)
