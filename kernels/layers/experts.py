@@ -21,7 +21,7 @@ from torch import nn
 
 from weft.collectives import all_gather, chunk_sizes, resolve
 from weft.collectives.memory.exchange import check_shards
-from weft.collectives.ranks.group import GroupLike
+from weft.collectives.ranks.group import GroupLike, is_traced
 from weft.kernels.engine.epilogues import Activation
 from weft.kernels.experts.combine import grouped_matmul_combine
 from weft.kernels.experts.dispatch import dispatch_grouped_matmul
@@ -215,8 +215,9 @@ class ExpertParallelMLP(ParallelModule):
         """
         k = self._check(x, topk_ids, topk_weights)
         tokens = x.reshape(-1, x.shape[-1])
-        way_out = "Pass each rank its own part of the tokens, x.chunk(world_size)[rank]"
-        check_shards(self.group, "ExpertParallelMLP", tokens, way_out)
+        if not is_traced(x):
+            way_out = "Pass each rank its own part of the tokens, x.chunk(world_size)[rank]"
+            check_shards(self.group, "ExpertParallelMLP", tokens, way_out)
         ups = [w.transpose(1, 2) for w in (self.gate_proj, self.up_proj) if w is not None]
         h, routing = dispatch_grouped_matmul(
             tokens,
