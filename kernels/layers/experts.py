@@ -133,7 +133,7 @@ class ExpertParallelMLP(ParallelModule):
 
         Raises:
             ValueError: other names or parameters (biases), shapes that do not fit, transposed or
-                quantized weights, DTensors, an `act_fn` that is another than `activation`.
+                quantized weights, DTensors, modules that tell of another activation.
         """
         layout, weights, sizes = found(experts, activation)
         module = cls.__new__(cls)

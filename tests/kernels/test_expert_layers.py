@@ -373,6 +373,14 @@ def test_experts_are_drawn_like_modules() -> None:
     assert "num_experts=3, hidden_size=10" in repr(layer) and "7 of 14 features" in repr(layer)
 
 
+class Clamped(Stacked):
+    """As some models of transformers 5, whose weights have the usual names."""
+
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return functional.silu(gate.clamp(max=10)) * up.clamp(-10, 10)
+
+
 @pytest.mark.ranks(2)
 def test_what_cannot_be_made_parallel_is_refused() -> None:
     biased, gelu, mixed = made("list", 2), made("list", 2), made("list", 2)
@@ -387,7 +395,8 @@ def test_what_cannot_be_made_parallel_is_refused() -> None:
     halves = {"gate_up_proj": up, "down_proj": up[0]}
     for message, call in (
         (r"no other parameters \(biases.*up_proj, up_proj.bias", lambda: make(biased)),
-        (r"the act_fn of MLP, GELU.* is not that of activation='swiglu'", lambda: make(gelu)),
+        (r"what MLP does with gate and up, GELU.* is not activation='swiglu'", lambda: make(gelu)),
+        (r"what Clamped does with gate and up", lambda: make(Clamped(2))),
         (r"weights of the same names", lambda: make(mixed)),
         (r"keeps features of gate and up in turn", lambda: make(turns)),
         (r"gate_up_proj must be \(2, 20, 14\).*transposed.*gpt-oss", lambda: make(gpt_oss)),
