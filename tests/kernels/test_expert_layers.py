@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 import weft
+from weft.dtensor import DTensor, Shard, checkpoint, init_device_mesh
 
 H, F = 10, 14
 
@@ -461,3 +463,27 @@ def test_the_router_chooses_as_models_do() -> None:
     for options in (*wrong, {"k": 1, "groups": 5}, {"k": 1, "scoring": "relu"}):
         with pytest.raises(ValueError, match="must"):
             weft.topk_router(logits, **options)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_experts_are_saved_in_shards(tp: int, tmp_path: Path) -> None:
+    """As docs/experts.md says; and loaded as whole tensors."""
+    mesh = init_device_mesh("cpu", (4 // tp, tp))
+
+    def shards(layer: Any) -> dict[str, Any]:
+        return {
+            name: DTensor.from_local(
+                value.detach(), mesh, [Shard(0), Shard(2 if name == "down_proj" else 1)]
+            )
+            for name, value in layer.named_parameters()
+        }
+
+    layer, other = (weft.ExpertParallelMLP(7, H, F, tensor_parallel_size=tp) for _ in range(2))
+    checkpoint.save(shards(layer), tmp_path)
+    checkpoint.load(shards(other), tmp_path)
+    torch.testing.assert_close(other.state_dict(), layer.state_dict(), rtol=0, atol=0)
+    whole = {name: torch.empty(shape) for name, shape in layer.whole_shapes().items()}
+    checkpoint.load(whole, tmp_path)
+    for name, value in whole.items():
+        torch.testing.assert_close(layer.part(name, value), getattr(layer, name), rtol=0, atol=0)
