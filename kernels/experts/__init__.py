@@ -2,6 +2,6 @@
 
 May import `weft.collectives`, `kernels.engine` and `kernels.device`. Read `routing` (which rows a
 rank gets, in what order), `dispatch` and `combine`, the two fused ops, each the other's gradient;
-`grouped` (the local matmul), `host_rows` (rows through symmetric memory on a CPU) and
-`generic_rows` (the same by collectives).
+`grouped` (the local matmul), `host_rows` (rows through symmetric memory on a CPU),
+`generic_rows` (the same by collectives), and `custom_ops` (all of it in graphs).
 """

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.collectives import exchange
+from weft.collectives.ranks.group import is_call_traced
 from weft.kernels.engine.autocast import autocast, outside_autocast
 from weft.kernels.engine.engines import RunnableEngine, record_backward
 from weft.kernels.engine.local_matmul import check_wire, mm, partial_mm, sum_dtype
@@ -69,9 +70,6 @@ def grouped_matmul_combine(
             f"{tuple(h.shape)} {h.dtype} and {tuple(w.shape)} {w.dtype}; pass weights "
             f"(experts, H, N) as w.transpose(1, 2)"
         )
-    own = routing.experts[routing.group.rank]
-    if len(w) != own:
-        raise ValueError(f"the routing is of {own} experts on this rank, but w has {len(w)}")
     return _combined(h, w, topk_weights, routing, wire_dtype)
 
 
@@ -106,6 +104,30 @@ def _combined(
     routing: Routing,
     wire_dtype: torch.dtype | None,
 ) -> torch.Tensor:
+    y: torch.Tensor
+    if is_call_traced(h):  # see `custom_ops`
+        op, tp = torch.ops.weft.grouped_matmul_combine, routing.tensor_parallel_size
+        y = op(h, w, weights, routing.tensors, routing.name, tp, wire_dtype)
+        return y
+    call = combine_call(h, w, weights, routing, wire_dtype)
+    if call.engine == "generic":
+        return generic_combine(h, w, weights, call.routing, call.wire)
+    y = Combine.apply(call, h, w, weights)
+    return y
+
+
+def combine_call(
+    h: torch.Tensor,
+    w: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    routing: Routing,
+    wire_dtype: torch.dtype | None,
+) -> CombineCall:
+    """The call of checked operands."""
+    routing = routing.outside_graphs()
+    own = routing.experts[routing.group.rank]
+    if w is not None and len(w) != own:
+        raise ValueError(f"the routing is of {own} experts on this rank, but w has {len(w)}")
     if len(h) != routing.count or not h.is_floating_point():
         raise ValueError(
             f"the routing is of {routing.count} rows, but there are {tuple(h.shape)} of {h.dtype}"
@@ -120,10 +142,7 @@ def _combined(
     check_wire(wire_dtype, h.dtype)
     wire = wire_dtype or (sum_dtype(h) if routing.tensor_parallel_size > 1 else h.dtype)
     engine = engine_of("grouped_matmul_combine", h, [] if w is None else [w], routing)
-    if engine == "generic":
-        return generic_combine(h, w, weights, routing, wire)
-    y: torch.Tensor = _Combine.apply(CombineCall(routing, engine, wire), h, w, weights)
-    return y
+    return CombineCall(routing, engine, wire)
 
 
 def generic_combine(
@@ -139,7 +158,9 @@ def generic_combine(
     return weighted_sum(parts, weights, routing.tensor_parallel_size, h.dtype)
 
 
-class _Combine(torch.autograd.Function):
+class Combine(torch.autograd.Function):
+    """h (R, N), w (E_r, N, H) or None, weights (T, k) or None -> y (T, H)."""
+
     @staticmethod
     def forward(
         ctx: Any,

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from weft.collectives import exchange, resolve
-from weft.collectives.ranks.group import GroupLike
+from weft.collectives import exchange
+from weft.collectives.ranks.group import GroupLike, is_call_traced
 from weft.kernels.engine import epilogues
 from weft.kernels.engine.autocast import autocast, outside_autocast
 from weft.kernels.engine.engines import Problem, RunnableEngine, choose, record_backward
@@ -86,14 +86,18 @@ def dispatch_grouped_matmul(
         routing = topk_ids
     else:
         tp = tensor_parallel_size
-        routing = routed(topk_ids, len(weights[0]), resolve(group), tp, capacity, sizes)
-    check_routing(routing, x, weights[0])
+        routing = routed(topk_ids, len(weights[0]), group, tp, capacity, sizes)
+    if is_call_traced(x):  # see `custom_ops`
+        zs = traced_dispatch(x, weights, routing, keep_gathered)
+        hs = epilogues.activate(zs, activation)
+        return hs[0] if isinstance(w, torch.Tensor) or activation == "swiglu" else hs, routing
+    routing = check_routing(routing, x, weights[0])
     engine = engine_of("dispatch_grouped_matmul", x, weights, routing)
     if engine == "generic":
         hs = generic_dispatch(x, weights, routing, activation)
     else:
         call = DispatchCall(routing, engine, activation, keep_gathered)
-        hs = list(_Dispatch.apply(call, x, *weights))
+        hs = list(Dispatch.apply(call, x, *weights))
     return hs[0] if isinstance(w, torch.Tensor) or activation == "swiglu" else hs, routing
 
 
@@ -103,12 +107,23 @@ def dispatch(x: torch.Tensor, routing: Routing) -> torch.Tensor:
     For those who bring their own matmul: rows of expert e end before `routing.ends[e]`. The
     gradient of x is the sum over its k experts.
     """
-    check_routing(routing, x)
+    if is_call_traced(x):
+        return traced_dispatch(x, [], routing, False)[0]
+    routing = check_routing(routing, x)
     engine = engine_of("dispatch_grouped_matmul", x, [], routing)
     if engine == "generic":
         return to_experts(x, routing)
-    rows: torch.Tensor = _Dispatch.apply(DispatchCall(routing, engine, None, False), x)[0]
+    rows: torch.Tensor = Dispatch.apply(DispatchCall(routing, engine, None, False), x)[0]
     return rows
+
+
+def traced_dispatch(
+    x: torch.Tensor, weights: list[torch.Tensor], routing: Routing, keep: bool
+) -> list[torch.Tensor]:
+    """Every rows @ w_i in a graph, or the rows if there is no weight."""
+    op, tp = torch.ops.weft.dispatch_grouped_matmul, routing.tensor_parallel_size
+    made: list[torch.Tensor] = op(x, weights, routing.tensors, routing.name, tp, keep)
+    return made[: max(1, len(weights))]
 
 
 class DispatchCall(NamedTuple):
@@ -140,8 +155,9 @@ def _check(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
             raise ValueError(f"w must be {x.dtype} on {x.device}, like x, got {w.dtype} {w.device}")
 
 
-def check_routing(routing: Routing, x: torch.Tensor, w: torch.Tensor | None = None) -> None:
-    """Raise ValueError unless x are the tokens, and w the experts, that the routing is of."""
+def check_routing(routing: Routing, x: torch.Tensor, w: torch.Tensor | None = None) -> Routing:
+    """The routing, not of a graph; ValueError unless x are its tokens, and w its experts."""
+    routing = routing.outside_graphs()
     if len(x) != len(routing.topk_ids):
         raise ValueError(
             f"x has {len(x)} tokens, but topk_ids {tuple(routing.topk_ids.shape)} are of "
@@ -150,6 +166,7 @@ def check_routing(routing: Routing, x: torch.Tensor, w: torch.Tensor | None = No
     own = routing.experts[routing.group.rank]
     if w is not None and len(w) != own:
         raise ValueError(f"the routing is of {own} experts on this rank, but w has {len(w)}")
+    return routing
 
 
 def engine_of(
@@ -178,7 +195,7 @@ def generic_dispatch(
     return epilogues.activate(zs, activation) if zs else [rows]
 
 
-class _Dispatch(torch.autograd.Function):
+class Dispatch(torch.autograd.Function):
     """x (T, K), weights (E_r, K, N_i) -> every h_i (R, N_i), or the rows if there is no weight."""
 
     @staticmethod
