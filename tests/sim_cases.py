@@ -18,6 +18,7 @@ import weft
 from weft import collectives
 from weft.collectives import movement, resolve, workspace
 from weft.collectives.kernels import collective_launch, pull
+from weft.collectives.kernels.pull_boxes import Box, table_of
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
 from weft.kernels import to_zigzag, zigzag_sizes
 from weft.kernels.attention.cache import Cache
@@ -259,13 +260,13 @@ def pulled(rank: int, ours: Modules = OURS) -> None:
     rows, width = [1 + r for r in range(W)], 3 * W
     first, wide = 3 * rank, (width, 1)
     of_one = [
-        op.Box((r,), (rows[r], 3), first, wide, 3 * start, (3, 1))
+        Box((r,), (rows[r], 3), first, wide, 3 * start, (3, 1))
         for r, start in enumerate(offsets(rows))
     ]
-    of_all = [op.Box(tuple(range(W)), (2, 3), first, wide, 0, (3, 1))]
+    of_all = [Box(tuple(range(W)), (2, 3), first, wide, 0, (3, 1))]
     device = torch.device("cpu")
-    copies = op.table_of(of_one, rank, torch.float32, device, align=4)
-    sums = op.table_of(of_all, rank, torch.float32, device, op="sum")
+    copies = table_of(of_one, rank, torch.float32, device, align=4)
+    sums = table_of(of_all, rank, torch.float32, device, op="sum")
     for call in range(CALLS):
         whole = matrix(sum(rows), width, call)
         out = torch.full((sum(rows), 3), -1.0)

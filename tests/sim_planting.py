@@ -29,7 +29,6 @@ from sim_faults_elsewhere import (
 )
 
 from weft import sim
-from weft.bench.report.tables import between_marks
 from weft.collectives import movement
 from weft.collectives.device import signals
 from weft.collectives.kernels import kernel_collectives, pieces
@@ -58,6 +57,7 @@ from weft.kernels.flash import (
 from weft.kernels.heads import head_dkv, head_queries, head_units
 from weft.kernels.matmul import all_gather_kernel, one_shot_kernel
 from weft.kernels.norm import rms_norm_kernel, team_rows
+from weft.markdown import between_marks
 
 CASES = KERNELS | COLLECTIVES | HOST
 RANKS, SCHEDULES = 3, 200

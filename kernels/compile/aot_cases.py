@@ -18,7 +18,9 @@ import triton
 
 from weft.collectives import chunk_sizes
 from weft.collectives.device import stream_signals
-from weft.collectives.kernels import collective_launch, multimem, pull
+from weft.collectives.kernels import collective_launch, multimem, pull, pull_boxes
+from weft.collectives.memory.workspace import link_of
+from weft.kernels.attention import merge_kernel
 from weft.kernels.attention.cache import Cache
 from weft.kernels.attention.decode import WIDEST_BYTES
 from weft.kernels.attention.ring import Saved
@@ -106,6 +108,7 @@ def _workspace() -> Any:
         timeout_ns=600 * 10**9,
         buffer=SimpleNamespace(multicast_ptr=1 << 40),
         repeat=lambda key, operands, make: make(),
+        kept_launches=dict,
     )
 
 
@@ -288,7 +291,7 @@ def _collective_launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, 
         stream_signals.wait(ws, 1)
         stream_signals.end(ws)
         stream_signals.end(ws, [torch.empty(8, 8, dtype=dtype, device="meta")] * 2)
-        copy_engines.announce(ws, 1, 0, 2)
+        copy_engines.announce(ws, link_of(ws), 1, 0, 2)
     yield from (("signals of a stream", launch) for launch in caught)
     reduced = dtype in op.REDUCED
     for case, count in (("collective", 8 * 8192), ("odd sizes", 8 * 8191 + 1)):
@@ -308,8 +311,8 @@ def _collective_launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, 
     x, everyone = torch.empty(1024, 1024, dtype=dtype, device="meta"), tuple(range(_W))
     pulls = [("pull", (1,), None), *[("pull of sums", everyone, "sum")] * reduced]
     for case, holders, reduce_op in pulls:
-        box = pull.Box(holders, (1024, 128), 0, (1024, 1), 0, (128, 1))
-        table = pull.table_of([box], 0, dtype, x.device, op=reduce_op)
+        box = pull_boxes.Box(holders, (1024, 128), 0, (1024, 1), 0, (128, 1))
+        table = pull_boxes.table_of([box], 0, dtype, x.device, op=reduce_op)
         with catching(pull) as caught:
             pull.launch_pull(x, torch.empty_like(x[:, :128]), ws, table, publish=True)
         yield from ((case, launch) for launch in caught)
@@ -394,6 +397,12 @@ def _attention_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, L
                     saved = Saved(q, k, k, out, lse, q, lse if packed else None)
                     backward(saved, _workspace(), geometry, 0.1)
             yield from ((case.replace("attention", way), launch) for launch in got)
+    if dtype != torch.float32:  # which torch's kernels do not take on GPUs
+        part = empty(1, _HEADS[0], 1024, 128)
+        out, lse = part.float(), part[..., 0].float()
+        with catching(merge_kernel) as got:
+            merge_kernel.launch_merge(out, lse, part, lse)
+        yield from (("attention, merge", launch) for launch in got)
 
 
 def _decode_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, Launch]]:

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.collectives import exchange
+from weft.collectives.memory.checks import check_call
+from weft.collectives.ranks.flight import call_of
 from weft.kernels.engine.autocast import autocast, outside_autocast
 from weft.kernels.engine.engines import RunnableEngine, record_backward
 from weft.kernels.engine.local_matmul import check_wire, mm, partial_mm, sum_dtype
@@ -31,7 +33,6 @@ from weft.kernels.experts.host_rows import Pull, Push, weighted_sum
 from weft.kernels.experts.routing import Routing
 
 
-@autocast
 def grouped_matmul_combine(
     h: torch.Tensor,
     w: torch.Tensor,
@@ -53,7 +54,8 @@ def grouped_matmul_combine(
 
     Returns:
         y (T, H), of h's dtype: added up in fp32 in the order of j, and rounded once. A token
-        without experts gets 0. Gradients of h, w and topk_weights, fused like the forward.
+        without experts gets 0, whatever its weights are. Gradients of h, w and topk_weights, fused
+        like the forward.
 
     Raises:
         ValueError: shapes or dtypes that do not fit.
@@ -61,6 +63,7 @@ def grouped_matmul_combine(
         PeerTimeout: a rank did not come.
         NotImplementedError: an engine was forced that cannot run the call.
     """
+    h, w = _cast(h, w)
     if h.ndim != 2 or w.ndim != 3 or (w.shape[1], w.dtype, w.device) != (
         h.shape[1], h.dtype, h.device,
     ):  # fmt: skip
@@ -73,6 +76,12 @@ def grouped_matmul_combine(
     if len(w) != own:
         raise ValueError(f"the routing is of {own} experts on this rank, but w has {len(w)}")
     return _combined(h, w, topk_weights, routing, wire_dtype)
+
+
+@autocast
+def _cast(h: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Under autocast topk_weights stay as they are: sums of k products round them once."""
+    return h, w
 
 
 def combine(
@@ -117,13 +126,20 @@ def _combined(
             f"topk_weights must be floats {tuple(routing.topk_ids.shape)}, one for each of "
             f"topk_ids, got {tuple(weights.shape)} {weights.dtype}"
         )
+    if weights is not None:
+        # A softmax over no expert is NaN, of which 0 times is NaN.
+        weights = weights.masked_fill(routing.topk_ids < 0, 0)
     check_wire(wire_dtype, h.dtype)
     wire = wire_dtype or (sum_dtype(h) if routing.tensor_parallel_size > 1 else h.dtype)
+    call = CombineCall(routing, "generic", wire)
+    told = call.told(h.shape[1] if w is None else w.shape[2], h.dtype)
+    check_call(routing.group, lambda: call_of("grouped_matmul_combine", told).text.decode())
     engine = engine_of("grouped_matmul_combine", h, [] if w is None else [w], routing)
-    if engine == "generic":
-        return generic_combine(h, w, weights, routing, wire)
-    y: torch.Tensor = _Combine.apply(CombineCall(routing, engine, wire), h, w, weights)
-    return y
+    with torch.autocast(h.device.type, enabled=False):
+        if engine == "generic":
+            return generic_combine(h, w, weights, routing, wire)
+        y: torch.Tensor = _Combine.apply(call._replace(engine=engine), h, w, weights)
+        return y
 
 
 def generic_combine(

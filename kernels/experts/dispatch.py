@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.collectives import exchange, resolve
+from weft.collectives.memory.checks import check_call
+from weft.collectives.ranks.flight import call_of
 from weft.collectives.ranks.group import GroupLike
 from weft.kernels.engine import epilogues
 from weft.kernels.engine.autocast import autocast, outside_autocast
@@ -31,7 +33,7 @@ from weft.kernels.engine.local_matmul import mm, on_cpu, partial_mm, sum_dtype
 from weft.kernels.experts.generic_rows import to_experts
 from weft.kernels.experts.grouped import contract, grouped_matmul
 from weft.kernels.experts.host_rows import Pull, Push, weighted_sum
-from weft.kernels.experts.routing import Routing, routed
+from weft.kernels.experts.routing import Routing, check_tokens, routed
 
 
 @autocast
@@ -86,8 +88,11 @@ def dispatch_grouped_matmul(
     if isinstance(topk_ids, Routing):
         routing = topk_ids
     else:
-        tp = tensor_parallel_size
-        routing = routed(topk_ids, len(weights[0]), resolve(group), tp, capacity, sizes)
+        check_tokens(topk_ids, x)
+        group, tp = resolve(group), tensor_parallel_size
+        told = x.dtype, ("K", x.shape[1]), ("k", topk_ids.shape[1]), ("tensor_parallel_size", tp)
+        check_call(group, lambda: call_of("dispatch_grouped_matmul", told).text.decode())
+        routing = routed(topk_ids, len(weights[0]), group, tp, capacity, sizes)
     check_routing(routing, x, weights[0])
     engine = engine_of("dispatch_grouped_matmul", x, weights, routing)
     if engine == "generic":
@@ -143,11 +148,7 @@ def _check(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
 
 def check_routing(routing: Routing, x: torch.Tensor, w: torch.Tensor | None = None) -> None:
     """Raise ValueError unless x are the tokens, and w the experts, that the routing is of."""
-    if len(x) != len(routing.topk_ids):
-        raise ValueError(
-            f"x has {len(x)} tokens, but topk_ids {tuple(routing.topk_ids.shape)} are of "
-            f"{len(routing.topk_ids)}"
-        )
+    check_tokens(routing.topk_ids, x)
     own = routing.experts[routing.group.rank]
     if w is not None and len(w) != own:
         raise ValueError(f"the routing is of {own} experts on this rank, but w has {len(w)}")

@@ -174,14 +174,12 @@ def routed(
 ) -> Routing:
     """`route` for ranks that tell each other how many experts they have."""
     _checked_parts(group, tp)
-    if topk_ids.ndim != 2 or topk_ids.shape[1] < 1 or topk_ids.is_floating_point():
-        raise ValueError(
-            f"topk_ids must be integers (T, k) with k >= 1, got {tuple(topk_ids.shape)} "
-            f"{topk_ids.dtype}"
-        )
+    check_tokens(topk_ids)
     T, k = topk_ids.shape
+    low, high = -1, -1
+    if on_cpu(topk_ids) and topk_ids.numel():
+        low, high = (int(end) for end in topk_ids.aminmax())
     ids = topk_ids.detach().to(torch.int32).contiguous()
-    low, high = (int(ids.min()), int(ids.max())) if on_cpu(ids) and ids.numel() else (-1, -1)
     told = _told(group, (T, own_experts, high if low >= -1 else low), (k, tp, capacity))
     tokens, experts, extremes = map(list, zip(*told, strict=True))
     if sizes is not None and list(sizes) != tokens:
@@ -211,6 +209,20 @@ def routed(
         group, tp, ids, tokens, experts, counts, counts.sum(0).cumsum(0).int(), ranks.int(),
         (slots // k).int(), slots.int(), load,
     )  # fmt: skip
+
+
+def check_tokens(topk_ids: torch.Tensor, x: torch.Tensor | None = None) -> None:
+    """Raise ValueError unless topk_ids are experts of tokens, those of x."""
+    wrong = topk_ids.dtype.is_floating_point or topk_ids.dtype.is_complex
+    if topk_ids.ndim != 2 or topk_ids.shape[1] < 1 or wrong or topk_ids.dtype == torch.bool:
+        raise ValueError(
+            f"topk_ids must be integers (T, k) with k >= 1, got {tuple(topk_ids.shape)} "
+            f"{topk_ids.dtype}"
+        )
+    if x is not None and len(x) != len(topk_ids):
+        raise ValueError(
+            f"x has {len(x)} tokens, but topk_ids {tuple(topk_ids.shape)} are of {len(topk_ids)}"
+        )
 
 
 def _checked_parts(group: Group, tp: int) -> int:
