@@ -186,7 +186,8 @@ class Combine(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(h, w, weights)
         ctx.call = call
-        return _host_forward(call, h, w, weights)
+        forward = _host_forward if call.engine == "host" else _triton_forward
+        return forward(call, h, w, weights)
 
     @staticmethod
     @outside_autocast
@@ -198,7 +199,8 @@ class Combine(torch.autograd.Function):
             made = generic_combine(h, w, weights, call.routing, call.wire)
             return None, *gradients([made], [h, w, weights], needs, [dy])
         record_backward("grouped_matmul_combine", call.engine, call.routing.group, "all_to_all")
-        return None, *_host_backward(call, h, w, weights, dy, needs)
+        backward = _host_backward if call.engine == "host" else _triton_backward
+        return None, *backward(call, h, w, weights, dy, needs)
 
 
 def _host_forward(
@@ -263,4 +265,53 @@ def _host_backward(
         if needs_weights and weights is not None:
             parts = push.collected().view(*weights.shape, routing.tensor_parallel_size)
             dweights = parts.sum(2).to(weights.dtype)
+    return [dh, dw, dweights]
+
+
+def _triton_forward(
+    call: CombineCall, h: torch.Tensor, w: torch.Tensor | None, weights: torch.Tensor | None
+) -> torch.Tensor:
+    from weft.kernels.experts.expert_launch import combined
+
+    op, ws = "grouped_matmul_combine", [] if w is None else [w]
+    told = call.told(h.shape[1] if w is None else w.shape[2], h.dtype)
+    return combined(op, told, call.routing, [h], ws, call.wire, weights)
+
+
+def _triton_backward(
+    call: CombineCall,
+    h: torch.Tensor,
+    w: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    dy: torch.Tensor,
+    needs: Sequence[bool],
+) -> list[torch.Tensor | None]:
+    """Rows beyond the last expert's are undefined, and stay so."""
+    from weft.kernels.experts.contract_grouped_kernel import launch_contract_grouped
+    from weft.kernels.experts.expert_launch import combined, dispatched
+
+    routing, (needs_h, needs_w, needs_weights) = call.routing, needs
+    op, told = "grouped_matmul_combine backward", call.told(dy.shape[1], dy.dtype)
+    back_needed = (needs_h or needs_weights) and w is not None
+    made = dispatched(
+        op,
+        told,
+        routing,
+        dy,
+        [w.transpose(1, 2)] if back_needed and w is not None else [],
+        None if weights is None else weights.float().contiguous(),
+    )
+    assert made.rows is not None
+    back = made.ys[0] if made.ys else made.rows
+    scale = None if made.numbers is None else made.numbers.unsqueeze(1)
+    dh = dw = dweights = None
+    if needs_weights and weights is not None:
+        parts = (back.float() * h).sum(1, keepdim=True)
+        dweights = combined(op, told, routing, [parts], [], torch.float32, by_slot=True)
+        dweights = dweights.view(weights.shape).to(weights.dtype)
+    if needs_h:
+        dh = back if scale is None else (back * scale).to(h.dtype)
+    if needs_w and w is not None:
+        g = made.rows if scale is None else (made.rows * scale).to(h.dtype)
+        dw = launch_contract_grouped(h, g, routing.ends, out=torch.empty_like(w))
     return [dh, dw, dweights]

@@ -182,7 +182,7 @@ def engine_of(
     K, N = x.shape[1], sum(w.shape[2] for w in weights)
     moved = rows * K * x.element_size() * (W - tp) // W
     host = "" if on_cpu(x) else "it is for CPUs, whose host knows how many rows come"
-    kernel = "its kernels are not there yet"
+    kernel = "" if x.element_size() > 1 else f"its kernels take no {x.dtype} without scales"
     told = Problem(op, rows, N, K, x.dtype, moved, host_refusal=host, kernel_refusal=kernel)
     return choose(told, routing.group, x.device)
 
@@ -207,7 +207,8 @@ class Dispatch(torch.autograd.Function):
         ctx: Any, call: DispatchCall, x: torch.Tensor, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         keep = call.keep and any(ctx.needs_input_grad[2:])
-        made = _host_forward(call, x, weights, keep, any(ctx.needs_input_grad))
+        forward = _host_forward if call.engine == "host" else _triton_forward
+        made = forward(call, x, weights, keep, any(ctx.needs_input_grad))
         ctx.call, ctx.kept = call, made.rows is not None
         ctx.save_for_backward(x, *weights, *([made.rows] if ctx.kept else []), *made.kept)
         return tuple(made.hs)
@@ -227,7 +228,8 @@ class Dispatch(torch.autograd.Function):
         record_backward(
             "dispatch_grouped_matmul", call.engine, call.routing.group, *filter(None, moved)
         )
-        return None, *_host_backward(call, x, weights, rows, dhs, saved, needs_x, needs_w)
+        backward = _host_backward if call.engine == "host" else _triton_backward
+        return None, *backward(call, x, weights, rows, dhs, saved, needs_x, needs_w)
 
 
 def gradients(
@@ -336,6 +338,50 @@ def _back(
         total = partial_mm(dz, w.t(), plus=total, out=total)
     assert total is not None
     return total.to(wire)
+
+
+def _triton_forward(
+    call: DispatchCall, x: torch.Tensor, weights: Sequence[torch.Tensor], keep: bool, grads: bool
+) -> _Made:
+    from weft.kernels.experts.expert_launch import dispatched
+
+    activation, op = call.activation, "dispatch_grouped_matmul"
+    sums = grads and epilogues.keeps_sums(activation)
+    made = dispatched(
+        op, call.told(x), call.routing, x, weights, activation=activation, keep_sums=sums
+    )
+    if not weights and made.rows is not None:
+        return _Made([made.rows], None, [])
+    return _Made(made.ys, made.rows if keep else None, made.sums or (made.ys if activation else []))
+
+
+def _triton_backward(
+    call: DispatchCall,
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    rows: torch.Tensor | None,
+    dhs: Sequence[torch.Tensor],
+    kept: Sequence[torch.Tensor],
+    needs_x: bool,
+    needs_w: Sequence[bool],
+) -> list[torch.Tensor | None]:
+    from weft.kernels.experts.contract_grouped_kernel import launch_contract_grouped
+    from weft.kernels.experts.expert_launch import combined, dispatched
+
+    routing, op, told = call.routing, "dispatch_grouped_matmul backward", call.told(x)
+    dzs = epilogues.gradients(list(dhs), list(kept), call.activation)
+    dx = None
+    if any(needs_w) and rows is None:
+        rows = dispatched(op, told, routing, x).rows
+    if needs_x:
+        wire = sum_dtype(x) if routing.tensor_parallel_size > 1 else x.dtype
+        dx = combined(op, told, routing, dzs, [w.transpose(1, 2) for w in weights], wire)
+    dws: list[torch.Tensor | None] = [None] * len(weights)
+    for i, (w, dz, need) in enumerate(zip(weights, dzs, needs_w, strict=False)):
+        if need and rows is not None:
+            out = torch.empty_like(w)  # in w's own layout
+            dws[i] = launch_contract_grouped(rows, dz, routing.ends, out=out)
+    return [dx, *dws]
 
 
 def dispatch_grouped_matmul_reference(

@@ -6,15 +6,16 @@ announce rows to their own rank, and slots do not lie as tiles do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 
-from weft.collectives.device.launches import launching
-from weft.collectives.memory.workspace import Workspace, check_room, link_of
+from weft.collectives import Workspace, workspace
+from weft.collectives.device.launches import launching, layouts_of
+from weft.collectives.memory.workspace import check_room, link_of
 from weft.kernels.device import gathers
 from weft.kernels.device.operands import NO_SCALES, Matrix, Scales, described_rows, matrix
 from weft.kernels.device.outputs import Outputs
@@ -29,6 +30,7 @@ from weft.kernels.experts.expert_tiles import (
     expert_weights,
     lanes_for,
 )
+from weft.kernels.experts.routing import Routing
 
 
 @dataclass(frozen=True)
@@ -63,14 +65,17 @@ def dispatch_config(
     *,
     experts: int = 1,
     pair: bool = False,
+    keep_sums: bool = False,
 ) -> DispatchConfig:
     """The launch for `experts` of about `rows` rows each, and N columns of all weights.
 
     Args:
         pair: whether each output is made of two sums.
+        keep_sums: whether the activation's arguments are wanted too.
     """
     tiling = tiling_for(chip, rows, N, dtype, max(1, experts))
-    if pair and (tiling.block_m * tiling.block_n > 32 * 64 or dtype == torch.float32):
+    wide = tiling.block_m * tiling.block_n > 32 * 64 or dtype == torch.float32
+    if (pair and wide) or (keep_sums and dtype == torch.float32):  # else they spill
         tiling = replace(tiling, block_n=max(16, tiling.block_n // 2))
     if chip is INTERPRETER:
         return DispatchConfig(tiling, chip.programs, 1, 16, 16, 32)
@@ -143,7 +148,14 @@ def launch_dispatch(
         # On a GPU R is what comes if all tokens choose experts of this rank.
         expected = max(1, R * tensor_parallel_size // (W * max(1, E)))
         config = dispatch_config(
-            expected, sum(Ns), x.dtype, W, chip_of(x.device), experts=E, pair=pair
+            expected,
+            sum(Ns),
+            x.dtype,
+            W,
+            chip_of(x.device),
+            experts=E,
+            pair=pair,
+            keep_sums=keep_sums,
         )
     tiling, k = config.tiling, 0 if numbers is None else numbers.shape[1]
     needed = dispatch_bytes(max(tokens), K, x.dtype, k)
@@ -335,4 +347,99 @@ def launch_combine(
         BLOCK_H=config.weigh_h,
         num_warps=8,
     )
+    return y
+
+
+def _table_of(routing: Routing) -> RowTable:
+    return RowTable(routing.ends, routing.ranks, routing.rows, routing.slots)
+
+
+def dispatched(
+    op: str,
+    told: tuple[Hashable, ...],
+    routing: Routing,
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor] = (),
+    numbers: torch.Tensor | None = None,
+    activation: Activation | None = None,
+    keep_sums: bool = False,
+) -> Dispatched:
+    """`launch_dispatch` as a call of `op`, or its launches of before.
+
+    Args:
+        told: as in `Workspace.call`.
+    """
+    table, tokens, tp = _table_of(routing), routing.tokens, routing.tensor_parallel_size
+    nbytes = dispatch_bytes(
+        max(tokens), x.shape[1], x.dtype, 0 if numbers is None else numbers.shape[1]
+    )
+    ws = workspace(routing.group, nbytes, channel="gather", device=x.device)
+
+    def launched() -> list[torch.Tensor]:
+        made = launch_dispatch(
+            x,
+            weights,
+            ws,
+            table,
+            tokens,
+            numbers=numbers,
+            activation=activation,
+            keep_sums=keep_sums,
+            tensor_parallel_size=tp,
+        )
+        assert made.rows is not None
+        return [made.rows, *made.ys, *made.sums, *([] if numbers is None else [made.numbers])]
+
+    operands = [x, *weights, numbers, *table]
+    key = op, *tokens, tp, activation, keep_sums, layouts_of(operands)
+    with ws.call(op, told):
+        rows, *made = ws.repeat(key, operands, launched)
+    count = 1 if activation == "swiglu" else len(weights)
+    sums = made[count : count + len(weights)] if keep_sums else []
+    return Dispatched(rows, None if numbers is None else made[-1], made[:count], sums)
+
+
+def combined(
+    op: str,
+    told: tuple[Hashable, ...],
+    routing: Routing,
+    hs: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    wire_dtype: torch.dtype,
+    topk_weights: torch.Tensor | None = None,
+    by_slot: bool = False,
+) -> torch.Tensor:
+    """`launch_combine` as a call of `op`, or its launches of before.
+
+    Args:
+        told: as in `Workspace.call`.
+        by_slot: return what is in each slot, (T k, H), not the sums over those of a token.
+    """
+    table, tp, ids = _table_of(routing), routing.tensor_parallel_size, routing.topk_ids
+    k, experts = (1 if by_slot else routing.top_k), sum(routing.experts[::tp])
+    tokens = [t * routing.top_k for t in routing.tokens] if by_slot else routing.tokens
+    H = weights[0].shape[2] if weights else hs[0].shape[1]
+    nbytes = combine_bytes(max(tokens), k * tp, H, wire_dtype)
+    ws = workspace(routing.group, nbytes, channel="scatter", device=ids.device)
+
+    def launched() -> list[torch.Tensor]:
+        return [
+            launch_combine(
+                hs,
+                weights,
+                ws,
+                table,
+                tokens,
+                ids.view(-1, k),
+                experts,
+                topk_weights=topk_weights,
+                tensor_parallel_size=tp,
+                wire_dtype=wire_dtype,
+            )
+        ]
+
+    operands = [*hs, *weights, topk_weights, ids, *table]
+    key = op, *tokens, tp, by_slot, wire_dtype, layouts_of(operands)
+    with ws.call(op, told):
+        (y,) = ws.repeat(key, operands, launched)
     return y

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from needs import needs_interpreter
 from torch.nn import functional
 
 import weft
 from weft.collectives import chunk_sizes, resolve
 
-ENGINES = ("host", "generic")
+ENGINES = ("host", "generic", pytest.param("triton", marks=needs_interpreter))
 K, N, H = 24, 20, 28  # of tokens, of an expert's hidden features, of results
 
 
@@ -161,7 +162,9 @@ CASES = {
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", CASES)
 def test_a_layer_against_a_loop_over_tokens(ranks: Any, name: str, engine: str) -> None:
-    for W in (1, 2, 3):
+    if (name, engine) == ("float64", "triton"):
+        pytest.skip("the kernels add up in float32")
+    for W in (2,) if engine == "triton" else (1, 2, 3):
         case = CASES[name] | {"engine": engine, "tokens": CASES[name]["tokens"][:W]}  # type: ignore[index]
         ranks(W, layer, case)
 
