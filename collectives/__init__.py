@@ -34,7 +34,8 @@ from weft.collectives.collective_ops import (
 )
 from weft.collectives.memory.cuda_graphs import CudaGraph, cuda_graph
 from weft.collectives.memory.exchange import Exchange, agree, exchange
-from weft.collectives.memory.symmetric import SymmetricBuffer, empty, wait_seconds
+from weft.collectives.memory.symmetric import SymmetricBuffer, empty
+from weft.collectives.memory.waiter import wait_seconds
 from weft.collectives.memory.workspace import Workspace, check_peers, close, workspace
 from weft.collectives.ranks.caches import caches
 from weft.collectives.ranks.chunks import chunk_sizes

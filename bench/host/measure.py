@@ -30,7 +30,7 @@ from weft.bench.problem import Spec
 from weft.bench.solo import cases
 from weft.collectives.device import signals
 from weft.collectives.memory import exchange
-from weft.collectives.memory.symmetric import Waiter
+from weft.collectives.memory.waiter import Waiter
 from weft.collectives.ranks import pad
 from weft.kernels.attention import decode
 from weft.kernels.matmul import all_gather_launch

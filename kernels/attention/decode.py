@@ -31,11 +31,12 @@ import torch
 from weft import settings
 from weft.collectives import Group, all_gather, resolve, workspace
 from weft.collectives.device.launches import layouts_of
-from weft.collectives.memory.exchange import check_call
+from weft.collectives.memory.checks import check_call
 from weft.collectives.profiled import profiled
 from weft.collectives.ranks.flight import call_of
-from weft.collectives.ranks.group import GroupLike, alone, group_name, is_call_traced
+from weft.collectives.ranks.group import GroupLike, alone, group_name
 from weft.collectives.ranks.reports import check_all
+from weft.collectives.ranks.traced import is_call_traced
 from weft.kernels.attention.cache import Cache, Shard, check_room, checked_cache, host_reads
 from weft.kernels.attention.decode_host import attend_locally, merge_ranks, wide_dtype, with_lse
 from weft.kernels.engine.chips import chip_of

@@ -42,7 +42,13 @@ from weft.collectives.memory.workspace import link_of
 from weft.collectives.profiled import profiled
 from weft.kernels.device import tiles
 from weft.kernels.engine.chips import chip_of
-from weft.kernels.flash.attention_tiles import LN_2, LOG2_E, heads_of, normalized
+from weft.kernels.flash.attention_tiles import (
+    LN_2,
+    LOG2_E,
+    heads_of,
+    normalized,
+    with_positive_scale,
+)
 from weft.kernels.flash.decode_tiles import (
     Cut,
     attend_part,
@@ -263,6 +269,7 @@ def launch_flash_decode(
     out, lse = q.new_empty(q.shape), q.new_empty((B, H, T), dtype=torch.float32)
     if not q.numel():
         return out, lse
+    q, scale = with_positive_scale(q, scale)
     rows, block_d, row_tiles, items = cut_queries(q, cache)
     narrow = cache.k.dtype != q.dtype
     config = decode_config(items, rows, block_d, q.dtype, chip_of(q.device), narrow)

@@ -21,10 +21,11 @@ from typing import Literal
 import torch
 
 from weft.collectives import movement, resolve
-from weft.collectives.memory.exchange import check_call
+from weft.collectives.memory.checks import check_call
 from weft.collectives.profiled import profiled
 from weft.collectives.ranks.flight import call_of
-from weft.collectives.ranks.group import GroupLike, group_name, is_call_traced
+from weft.collectives.ranks.group import GroupLike, group_name
+from weft.collectives.ranks.traced import is_call_traced
 from weft.kernels.engine.fp8 import magnitudes, quantized
 from weft.kernels.engine.local_matmul import as_rows, check_residual, needs_gradient
 from weft.kernels.norm.rms_norm import (

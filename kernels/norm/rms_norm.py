@@ -26,11 +26,12 @@ import torch
 from weft import settings
 from weft.collectives import Group, all_gather, movement, reduce_scatter, resolve, workspace
 from weft.collectives.device.launches import layouts_of
-from weft.collectives.memory.exchange import check_call
+from weft.collectives.memory.checks import check_call
 from weft.collectives.profiled import profiled, profiler_enabled
 from weft.collectives.ranks.chunks import chunk_sizes
 from weft.collectives.ranks.flight import call_of
-from weft.collectives.ranks.group import GroupLike, group_name, is_call_traced
+from weft.collectives.ranks.group import GroupLike, group_name
+from weft.collectives.ranks.traced import is_call_traced
 from weft.kernels.engine.autocast import outside_autocast
 from weft.kernels.engine.engines import Problem, choose, is_supported
 from weft.kernels.engine.local_matmul import as_rows, check_residual, needs_gradient
