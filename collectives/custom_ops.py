@@ -32,6 +32,7 @@ import torch
 from weft.collectives import collective_ops
 from weft.collectives.ranks.chunks import chunk_sizes
 from weft.collectives.ranks.group import process_group
+from weft.collectives.sizes import even_sizes
 
 _library = torch.library.Library("weft", "FRAGMENT")
 _ops: Any = torch.ops.weft
@@ -146,7 +147,7 @@ def _all_gather(
     x: torch.Tensor, group_name: str, dim: int = 0, sizes: list[int] | None = None
 ) -> torch.Tensor:
     return collective_ops.all_gather(
-        x, group_name, dim=dim, sizes=collective_ops.even_sizes(x, group_name, dim, sizes)
+        x, group_name, dim=dim, sizes=even_sizes(x, group_name, dim, sizes)
     )
 
 

@@ -27,7 +27,6 @@ from typing import Any
 import torch
 
 from weft.collectives import all_gather, resolve
-from weft.collectives.collective_ops import even_sizes
 from weft.collectives.custom_ops import (
     compose,
     define,
@@ -38,6 +37,7 @@ from weft.collectives.custom_ops import (
     world_of,
 )
 from weft.collectives.ranks.chunks import chunk_sizes
+from weft.collectives.sizes import even_sizes
 from weft.kernels.engine.engines import choose
 from weft.kernels.engine.fp8 import FP8
 from weft.kernels.engine.local_matmul import as_rows, conjugated, matmul

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from weft import sim as sim
     from weft.collectives import caches as caches
     from weft.collectives import close as close
+    from weft.collectives import cuda_graph as cuda_graph
     from weft.errors import MismatchError as MismatchError
     from weft.errors import PeerTimeout as PeerTimeout
     from weft.errors import WeftError as WeftError
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from weft.kernels import ulysses_attention as ulysses_attention
     from weft.kernels import vocab_parallel_argmax as vocab_parallel_argmax
     from weft.kernels import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+    from weft.kernels.graphs.backend import compile_backend as compile_backend
+    from weft.kernels.graphs.backend import compile_pass as compile_pass
     from weft.settings import engine as engine
     from weft.settings import explain as explain
 
@@ -80,10 +83,13 @@ _HOME = {
     "topk_router": "weft.kernels",
     "vocab_parallel_argmax": "weft.kernels",
     "vocab_parallel_cross_entropy": "weft.kernels",
+    "compile_backend": "weft.kernels.graphs.backend",
+    "compile_pass": "weft.kernels.graphs.backend",
     "engine": "weft.settings",
     "explain": "weft.settings",
     "caches": "weft.collectives",
     "close": "weft.collectives",
+    "cuda_graph": "weft.collectives",
     "WeftError": "weft.errors",
     "PeerTimeout": "weft.errors",
     "MismatchError": "weft.errors",

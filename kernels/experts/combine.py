@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.collectives import exchange
-from weft.collectives.memory.exchange import check_call
+from weft.collectives.memory.checks import check_call
 from weft.collectives.ranks.flight import call_of
 from weft.kernels.engine.autocast import autocast, outside_autocast
 from weft.kernels.engine.engines import RunnableEngine, record_backward

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.collectives import exchange, resolve
-from weft.collectives.memory.exchange import check_call
+from weft.collectives.memory.checks import check_call
 from weft.collectives.ranks.flight import call_of
 from weft.collectives.ranks.group import GroupLike
 from weft.kernels.engine import epilogues

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from weft.collectives import all_gather, chunk_sizes, resolve
-from weft.collectives.memory.exchange import check_shards
+from weft.collectives.memory.checks import check_shards
 from weft.collectives.ranks.group import GroupLike, is_traced
 from weft.kernels.engine.epilogues import Activation
 from weft.kernels.experts.combine import grouped_matmul_combine

@@ -22,8 +22,9 @@ import torch
 from torch import nn
 
 from weft.collectives import all_reduce, resolve
-from weft.collectives.memory.exchange import check_shards
-from weft.collectives.ranks.group import GroupLike, check_untransformed, is_traced
+from weft.collectives.memory.checks import check_shards
+from weft.collectives.ranks.group import GroupLike
+from weft.collectives.ranks.traced import check_untransformed, is_traced
 from weft.kernels.engine.autocast import autocast, outside_autocast
 from weft.kernels.engine.fp8 import magnitudes, quantized, scaled_products, scaling_of
 from weft.kernels.engine.local_matmul import WeightGrad, as_rows, conjugated, matmul
