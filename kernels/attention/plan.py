@@ -15,11 +15,12 @@ import torch
 
 from weft import settings
 from weft.collectives import Group, resolve
-from weft.collectives.collective_ops import check_sizes
 from weft.collectives.device.launches import layouts_of
-from weft.collectives.memory.exchange import agree, check_call
+from weft.collectives.memory.checks import check_call
+from weft.collectives.memory.exchange import agree
 from weft.collectives.ranks.flight import call_of
 from weft.collectives.ranks.group import GroupLike
+from weft.collectives.sizes import check_sizes
 from weft.kernels.attention.library import gpu_refusal
 from weft.kernels.engine.engines import Problem, RunnableEngine, choose, too_wide
 from weft.kernels.engine.fused_times import AttentionWork

@@ -30,7 +30,8 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.collectives.profiled import profiler_enabled
-from weft.collectives.ranks.group import GroupLike, group_name, is_call_traced
+from weft.collectives.ranks.group import GroupLike, group_name
+from weft.collectives.ranks.traced import is_call_traced
 from weft.kernels.attention.generic import gathered_attention, gathered_gradients
 from weft.kernels.attention.host import host_backward, host_forward
 from weft.kernels.attention.plan import AttentionOptions, AttentionPlan, plan_attention
