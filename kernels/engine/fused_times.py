@@ -276,10 +276,9 @@ class AttentionTimes(NamedTuple):
     gathered: float
 
 
-_MERGE_BYTES = 10  # that merging a part passes over for an element of the output
-_CALL_HOST_US = (
-    40.0  # that the host takes to enqueue a library's attention and a merge: an estimate
-)
+# Bytes that merging a part passes over for an element of the output, and what the host takes to
+# enqueue a library's attention and a merge, an estimate.
+_MERGE_BYTES, _CALL_HOST_US = 10, 40.0
 
 
 def attention_times(work: AttentionWork, chip: Hardware, dtype: str) -> AttentionTimes:
