@@ -122,7 +122,7 @@ class Routing:
 
     @cached_property
     def blocks(self) -> list[list[slice]]:
-        """[expert][rank]: the rows that come from there."""
+        """By expert, then by rank: the rows that come from there."""
         sizes = self.counts.t().reshape(-1).tolist()
         ends = [*accumulate(sizes)]
         cuts = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]

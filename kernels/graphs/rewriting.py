@@ -92,9 +92,10 @@ def _gather(graph: Graph, node: Node) -> _Outcome:
     if arrived is None:
         return "", "its result is used before it is waited for", False
     whole, dim = gathered_along(arrived, parts)
-    rows = [user for user in whole.users if is_reshape(user) and _keeps_columns(user, whole)]
-    matrices = [whole] if len(shape(whole)) == 2 else []
-    matrices += [user for user in rows if len(shape(user)) == 2]
+    rows = [whole]
+    for each in rows:  # it grows
+        rows += [user for user in each.users if is_reshape(user) and _keeps_columns(user, whole)]
+    matrices = [each for each in rows if len(shape(each)) == 2]
     products = [user for m in matrices for user in m.users if _takes(user, m)]
     if not products:
         beside = any(is_call(user, *_PRODUCTS) for m in matrices for user in m.users)
@@ -102,8 +103,7 @@ def _gather(graph: Graph, node: Node) -> _Outcome:
     if dim == len(shape(whole)) - 1:
         return "", "it is gathered along the contraction", True
     products = _independent(products)
-    uses = {user for m in matrices for user in m.users} | set(whole.users)
-    others = uses - set(products) - set(matrices)
+    others = {user for each in rows for user in each.users} - {*products, *rows}
     weights = [product.args[-1] for product in products]
     biases = [product.args[0] if _is_addmm(product) else None for product in products]
     order = {each: i for i, each in enumerate(graph.nodes)}
@@ -111,17 +111,12 @@ def _gather(graph: Graph, node: Node) -> _Outcome:
     weights, biases = at.hoisted(weights), at.hoisted(biases)
     given: list[Any] = []
     if any(bias is not None for bias in biases):
-        value = x.meta["val"]
-        none = [
-            at.call(aten.empty.memory_format, [0], dtype=value.dtype, device=value.device)
-            for bias in biases[:1]
-            if None in biases
-        ]
-        given = [none[0] if bias is None else bias for bias in biases]
-    sizes = [shape(x)[dim]] * parts
+        value = x.meta["val"]  # the op takes an empty bias for none
+        none = at.call(aten.empty.memory_format, [0], dtype=value.dtype, device=value.device)
+        given = [none if bias is None else bias for bias in biases]
+    sizes = [at.size(x, dim)] * parts
     made = at.call(
-        _ops.all_gather_matmul.default, x, weights, given, group, dim, at.sizes(sizes, x, dim),
-        bool(others), False,
+        _ops.all_gather_matmul.default, x, weights, given, group, dim, sizes, bool(others), False,
     )  # fmt: skip
     for i, product in enumerate(products):
         at.put(product, at.call(operator.getitem, made, i))
@@ -168,7 +163,7 @@ def _summed(
     if len(batch) > 1:
         sizes = whole.args[1] if is_reshape(whole) else None
         assert isinstance(sizes, Sequence)  # of a matrix, features last
-        x = as_batch(x, batch) or at.call(aten.reshape.default, x, [*sizes[:-1], shape(x)[-1]])
+        x = as_batch(x, batch) or at.call(aten.reshape.default, x, [*sizes[:-1], at.size(x, 1)])
     made = at.call(getattr(_ops, name).default, x, w, None, *rest)
     at.replace(arrived, made)
     _erase(graph, arrived)
@@ -279,11 +274,10 @@ class _Builder:
             node.meta["stack_trace"] = self._trace
         return node
 
-    def sizes(self, sizes: list[Any], x: Node, dim: int) -> list[Any]:
-        """Numbers as they are; of a symbol, the node that has it."""
-        if all(isinstance(size, int) for size in sizes):
-            return sizes
-        return [self.call(aten.sym_size.int, x, dim)] * len(sizes)
+    def size(self, node: Node, dim: int) -> Any:
+        """Of its value: a number, or the node that has what is a symbol."""
+        size = shape(node)[dim]
+        return size if isinstance(size, int) else self.call(aten.sym_size.int, node, dim)
 
     def hoisted(self, nodes: Sequence[Any]) -> list[Any]:
         """The same, moved before the place where they are needed, with all that they need."""
@@ -303,7 +297,9 @@ class _Builder:
         if product.users:
             flat = made
             if len(shape(made)) != 2:
-                flat = self.call(aten.reshape.default, made, [-1, shape(product)[1]])
+                flat = self.call(
+                    aten.reshape.default, made, [-1, self.size(made, len(shape(made)) - 1)]
+                )
             self.replace(product, flat)
 
     def replace(self, old: Node, new: Node) -> None:

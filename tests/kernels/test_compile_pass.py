@@ -10,7 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
-from torch.distributed._functional_collectives import all_gather_tensor, all_reduce
+from torch.distributed._functional_collectives import (
+    all_gather_tensor,
+    all_reduce,
+    reduce_scatter_tensor,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
@@ -218,6 +222,34 @@ def test_code_with_collectives_of_its_own(ranks: Any) -> None:
             ]
         ]
         assert all("test_compile_pass.py" in line for line in lines)
+
+
+def batches() -> list[Any]:
+    """Shards of the sequence of batches of several sizes, in one graph and in their own."""
+    torch.manual_seed(0)
+    up, down = torch.randn(H, F), torch.randn(F, H)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        gathered = all_gather_tensor(x, 1, world())
+        y = torch.relu(gathered @ up) @ down
+        result: torch.Tensor = reduce_scatter_tensor(y, "sum", 1, world())
+        return result
+
+    fused = []
+    for dynamic in (True, False):
+        graphs: list[Receipts] = []
+        torch._dynamo.reset()
+        compiled = torch.compile(call, backend=by_pass(True, graphs), dynamic=dynamic)
+        for shape in (2, 3, H), (3, 5, H), (1, 4, H):
+            x = torch.randn(shape)
+            torch.testing.assert_close(compiled(x), call(x), rtol=2e-5, atol=2e-5)
+        fused.append([(receipts.fused, len(receipts)) for receipts in graphs])
+    return fused
+
+
+def test_batches_of_one_and_symbols(ranks: Any) -> None:
+    for dynamic, static in ranks(2, batches):
+        assert dynamic == [(2, 2)] * 2 and static == [(2, 2)] * 3
 
 
 class Biased(nn.Module):
