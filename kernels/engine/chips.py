@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 
 from weft import settings
+from weft.collectives.prices.hardware import family_of
 from weft.collectives.ranks.group import here
 from weft.collectives.ranks.pad import MAX_PROGRAMS
 
@@ -42,9 +43,7 @@ class Chip:
     @property
     def family(self) -> str:
         """The chip of `KNOWN` whose tiles suit it: "sm_80" for sm_89, "gfx942" for gfx90a."""
-        if self.is_amd:
-            return "gfx942"
-        return {"8": "sm_80", "9": "sm_90"}.get(self.name[3:-1], "sm_100")
+        return family_of(self.name)
 
     @property
     def programs(self) -> int:
@@ -114,11 +113,6 @@ def _chip_behind(device: torch.device) -> Chip:
         descriptors=properties.major >= 9,
         fp8=(properties.major, properties.minor) >= (8, 9),
     )
-
-
-def name_of(device: torch.device) -> str:
-    """What its maker calls a GPU, as the driver tells; empty where there is none."""
-    return torch.cuda.get_device_name(device) if torch.cuda.is_available() else ""
 
 
 @dataclass(frozen=True, kw_only=True)

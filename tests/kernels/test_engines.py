@@ -347,7 +347,7 @@ def test_fused_matmuls_are_priced_by_the_closed_forms(
     """Of what was measured: 2 TFLOP/s, 10 GB/s of a link, 1 GB/s of the process group."""
     group, device = round_rates(monkeypatch), torch.device("cuda")
     problem = engines.Problem(op, **ROUND)
-    chip = engines.hardware_of(group, device, cost.machine(group, device))
+    chip = engines.hardware_of(group, device)
     assert chip.flops["bfloat16"] * chip.sustained == pytest.approx(2e12)
     assert chip.link_rate(4) == pytest.approx(1e4)
     prices = engines.predict(problem, group, device)
