@@ -33,12 +33,15 @@ from weft.kernels.attention import custom_ops as _attention_ops  # noqa: F401
 from weft.kernels.attention.decode import append_to_cache, flash_decode
 from weft.kernels.attention.ring import ring_attention
 from weft.kernels.attention.ulysses import ulysses_attention
+from weft.kernels.experts import custom_ops as _expert_ops  # noqa: F401
 from weft.kernels.experts.combine import combine, grouped_matmul_combine
 from weft.kernels.experts.dispatch import dispatch, dispatch_grouped_matmul
 from weft.kernels.experts.grouped import grouped_matmul
 from weft.kernels.experts.routing import Routing, route
 from weft.kernels.flash.geometry import from_zigzag, to_zigzag, zigzag_sizes
+from weft.kernels.layers.experts import ExpertParallelMLP
 from weft.kernels.layers.linear import ColumnParallelLinear, RowParallelLinear
+from weft.kernels.layers.router import topk_router
 from weft.kernels.layers.vocabulary import (
     VocabParallelEmbedding,
     vocab_parallel_argmax,
@@ -52,6 +55,7 @@ from weft.kernels.norm.rms_norm import reduce_scatter_rms_norm_all_gather
 
 __all__ = [
     "ColumnParallelLinear",
+    "ExpertParallelMLP",
     "Routing",
     "RowParallelLinear",
     "VocabParallelEmbedding",
@@ -71,6 +75,7 @@ __all__ = [
     "ring_attention",
     "route",
     "to_zigzag",
+    "topk_router",
     "ulysses_attention",
     "vocab_parallel_argmax",
     "vocab_parallel_cross_entropy",

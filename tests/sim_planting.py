@@ -23,6 +23,7 @@ from sim_faults_elsewhere import (
     IN_COPY_ENGINES,
     IN_DIRECT,
     IN_EXCHANGES,
+    IN_EXPERTS,
     IN_NORMS,
     exchange,
 )
@@ -43,6 +44,7 @@ from weft.kernels.device import (
     summed_tiles,
     tiles,
 )
+from weft.kernels.experts import combine_kernel, dispatch_kernel, expert_tiles, pulled_rows
 from weft.kernels.flash import (
     grad_tiles,
     ring_call,
@@ -75,6 +77,10 @@ PARTS = (
     flattened,
     gathered_tiles,
     all_gather_kernel,
+    expert_tiles,
+    pulled_rows,
+    dispatch_kernel,
+    combine_kernel,
     team_rows,
     rms_norm_kernel,
     summed_tiles,
@@ -127,6 +133,7 @@ FAULTS = (
     *IN_COLLECTIVES,
     *IN_ATTENTION,
     *IN_NORMS,
+    *IN_EXPERTS,
     *IN_COPY_ENGINES,
     *IN_DIRECT,
 )

@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from weft import sim as sim
     from weft.collectives import caches as caches
     from weft.collectives import close as close
+    from weft.collectives import cuda_graph as cuda_graph
     from weft.errors import MismatchError as MismatchError
     from weft.errors import PeerTimeout as PeerTimeout
     from weft.errors import WeftError as WeftError
     from weft.kernels import ColumnParallelLinear as ColumnParallelLinear
+    from weft.kernels import ExpertParallelMLP as ExpertParallelMLP
     from weft.kernels import RowParallelLinear as RowParallelLinear
     from weft.kernels import VocabParallelEmbedding as VocabParallelEmbedding
     from weft.kernels import all_gather_matmul as all_gather_matmul
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
         reduce_scatter_rms_norm_all_gather as reduce_scatter_rms_norm_all_gather,
     )
     from weft.kernels import ring_attention as ring_attention
+    from weft.kernels import topk_router as topk_router
     from weft.kernels import ulysses_attention as ulysses_attention
     from weft.kernels import vocab_parallel_argmax as vocab_parallel_argmax
     from weft.kernels import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
@@ -74,8 +77,10 @@ _HOME = {
     "dispatch_grouped_matmul": "weft.kernels",
     "grouped_matmul_combine": "weft.kernels",
     "ColumnParallelLinear": "weft.kernels",
+    "ExpertParallelMLP": "weft.kernels",
     "RowParallelLinear": "weft.kernels",
     "VocabParallelEmbedding": "weft.kernels",
+    "topk_router": "weft.kernels",
     "vocab_parallel_argmax": "weft.kernels",
     "vocab_parallel_cross_entropy": "weft.kernels",
     "compile_backend": "weft.kernels.graphs.backend",
@@ -84,6 +89,7 @@ _HOME = {
     "explain": "weft.settings",
     "caches": "weft.collectives",
     "close": "weft.collectives",
+    "cuda_graph": "weft.collectives",
     "WeftError": "weft.errors",
     "PeerTimeout": "weft.errors",
     "MismatchError": "weft.errors",

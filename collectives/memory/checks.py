@@ -64,10 +64,13 @@ def _caller() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "in backward"
 
 
-def check_shards(group: Group, op: str, x: torch.Tensor) -> None:
+def check_shards(group: Group, op: str, x: torch.Tensor, way_out: str) -> None:
     """With WEFT_CHECK=1, check that no two ranks pass the same tokens (*, features) as shards.
 
     Shards whose tokens are all alike, as padding is, and those of one token, tell nothing.
+
+    Args:
+        way_out: what to do, for the error.
 
     Raises:
         MismatchError: on every rank, naming the ranks whose shards are bitwise the same.
@@ -86,6 +89,5 @@ def check_shards(group: Group, op: str, x: torch.Tensor) -> None:
             f"{op} takes this rank's shard of the tokens, and ranks "
             + "; ranks ".join(", ".join(map(str, alike)) for alike in same)
             + " pass bitwise the same: gradients would count these tokens once for each of them. "
-            "If x is the same whole activation on every rank, make the layers with "
-            "sequence_dim=None; if not, pass each rank its own part, x.chunk(world_size, dim)[rank]"
+            + way_out
         )

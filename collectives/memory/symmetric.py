@@ -176,9 +176,14 @@ class SymmetricBuffer:
             return self.group.virtual.waiter(self)
         return Waiter(self, timeout)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether `close` was not called."""
+        return self._memory is not None
+
     def check_open(self) -> None:
         """Raise RuntimeError if `close` was called."""
-        if self._memory is None:
+        if not self.is_open:
             raise RuntimeError("this symmetric buffer is closed: make a new one")
 
     def _reported(self) -> Report | None:

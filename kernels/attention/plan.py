@@ -20,7 +20,9 @@ from weft.collectives.memory.exchange import agree
 from weft.collectives.ranks.flight import call_of
 from weft.collectives.ranks.group import GroupLike
 from weft.collectives.sizes import check_sizes
+from weft.kernels.attention.library import gpu_refusal
 from weft.kernels.engine.engines import Problem, RunnableEngine, choose, too_wide
+from weft.kernels.engine.fused_times import AttentionWork
 from weft.kernels.engine.plans import Plans
 from weft.kernels.flash.geometry import (
     UNBOUNDED,
@@ -156,16 +158,41 @@ def _planned(
         dtype=q.dtype,
         moved_bytes=moved * k.element_size(),
         refusal="" if W <= _MOST_RANKS else f"a ring has at most {_MOST_RANKS} ranks, got {W}",
-        host_refusal=_host_refusal(q, scale),
+        host_refusal=(refused := _host_refusal(q, scale, geometry)),
         kernel_refusal=too_wide(D, _WIDEST) if group.on_gpus(q.device) else "",
+        attention=None if refused else _work(q, group, op, geometry),
     )
     return AttentionPlan(op, group, geometry, scale, choose(problem, group, q.device), told)
 
 
-def _host_refusal(q: torch.Tensor, scale: float) -> str:
-    if q.device.type != "cpu":
-        return "it uses torch's CPU kernel"
-    return "" if scale > 0 else f"torch's CPU kernel needs scale > 0 for its mask, got {scale}"
+def _host_refusal(q: torch.Tensor, scale: float, geometry: Geometry) -> str:
+    if q.device.type == "cpu":
+        return "" if scale > 0 else f"torch's CPU kernel needs scale > 0 for its mask, got {scale}"
+    if not scale > 0:
+        return f"torch's attention needs scale > 0, got {scale}"
+    if geometry.sees.before < sum(geometry.q_sizes) - 1:
+        return "torch's attention on GPUs has no window to the left"
+    return gpu_refusal(q.device, q.dtype, q.shape[3])
+
+
+def _work(q: torch.Tensor, group: Group, op: str, geometry: Geometry) -> AttentionWork | None:
+    """What a library's kernels are priced by, on GPUs; None of many packed documents, each of
+    which takes calls of its own.
+    """
+    W, sees = group.world_size, geometry.sees
+    if q.device.type == "cpu" or sees.documents is not None:
+        return None
+    queries, by_head = sum(geometry.q_sizes), op == "ulysses_attention"
+    return AttentionWork(
+        batch=q.shape[0],
+        heads=-(-q.shape[1] // W) if by_head else q.shape[1],
+        head_dim=q.shape[3],
+        queries=queries if by_head else -(-queries // W),
+        keys=sum(geometry.k_sizes),
+        parts=1 if by_head else W,
+        causal=sees.after == 0,
+        masked=sees.after < UNBOUNDED,
+    )
 
 
 def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> None:

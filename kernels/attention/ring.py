@@ -7,8 +7,9 @@ W ranks; rank r holds n_r queries and m_r keys and values of the whole sequences
                                     ...
 
 Forward, host engine. Every rank copies its k and v into symmetric memory and signals; it attends to
-its own keys, then to each peer's in place once that peer has signalled, rank + 1 first. Partial
-results are merged by log-sum-exp (`host`). Keys that no query here sees are not read.
+its own keys, then to each peer's once that peer has signalled, rank + 1 first: on a CPU in place,
+on a GPU in copies made meanwhile. Partial results are merged by log-sum-exp (`host`). Keys that no
+query here sees are not read.
 
 Backward. Keys are published again. In step t = 0, 1, .. W - 1, rank r takes the keys of rank r + t:
 dq is added up here, and dk and dv are written to symmetric memory, where their owner reads them at

@@ -65,8 +65,8 @@ class LoopReport:
         tensor_cycles: in which the matrix units could do the step.
         issue_cycles: in which the schedulers could start its instructions, or the special units do
             its exponentials, whichever takes longer.
-        rate: of the matrix units' peak, at most: `tensor_cycles` by the longer of the two, or by
-            both together if every wait leaves nothing in flight.
+        rate: of the matrix units' peak, at most: `tensor_cycles` by the longer of the two or, if
+            instructions wait for `pending` groups, by the cycles of `_steady`.
     """
 
     case: str
@@ -185,6 +185,49 @@ def _work(line: str) -> int:
     return 1
 
 
+def _left_in_flight(line: str) -> int | None:
+    """How many groups of matrix instructions a wait for them leaves in flight; None: no wait."""
+    found = re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x\w+)", line)
+    return int(found[1], 16) if found else None
+
+
+def _slowed(line: str) -> float:
+    """How much longer a matrix instruction takes if its operands come from shared memory.
+
+    Of 64 rows and N columns it takes N / 2 cycles; at 128 bytes a cycle its rows, unless they are
+    in registers, take 16, and its columns N / 4.
+    """
+    found = re.search(r"GMMA\.64x(\d+)x\d+\S* R\d+, gdesc", line)
+    return max(1.0, 0.5 + 32 / int(found[1])) if found else 1.0
+
+
+def _steady(lines: Sequence[str], tensor: float, each: float) -> float:
+    """Cycles from one step to the next, where a step's matrix instructions take `tensor` cycles.
+
+    They run one after another, beside the instructions after them, up to the wait for their group.
+    An instruction takes `each` cycles, or an exponential as many as the special units need; a
+    narrow matrix instruction as many as shared memory needs to give its operands.
+    """
+    whole = sum(map(_work, lines))
+    now = free = before = 0.0  # the schedulers, the matrix units, and where the last step ended
+    groups: deque[float] = deque()  # when each that was begun ends
+    for _ in range(3):
+        before, issued, special = now, now, now
+        for line in lines:
+            issued += each
+            if _is("special", line):
+                special = max(special + _SPECIAL * each, issued)
+            if work := _work(line):
+                free = max(free, issued) + tensor * work / whole * _slowed(line)
+                if "gsb0" in line:
+                    groups.append(free)
+            if (left := _left_in_flight(line)) is not None:
+                while len(groups) > left:
+                    issued = max(issued, special, groups.popleft())
+        now = max(issued, special)
+    return now - before
+
+
 def work_of_step(ttgir: str) -> tuple[int, int]:
     """Operations and loaded bytes of a step of the innermost loop that multiplies most."""
     flops, loaded = Counter[int](), Counter[int]()
@@ -220,16 +263,14 @@ def report(
     if not lines or not flops or dtype == torch.float32:
         return None
     counts = {kind: sum(_is(kind, line) for line in lines) for kind in _KINDS}
-    waits = (re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x\w+)", line) for line in lines)
-    pending = tuple(int(found[1], 16) for found in waits if found)
+    pending = tuple(left for left in map(_left_in_flight, lines) if left is not None)
     tensor = flops / (_FLOPS[chip.name] * (2 if dtype.itemsize == 1 else 1))
     each = warps / _SCHEDULERS
     if chip.is_amd:  # other kinds are started beside the vector instructions of other warps
         busy = _VECTOR * sum(bool(re.match("v_(?!mfma)", line)) for line in lines) * each
     else:
         busy = max(len(lines), _SPECIAL * counts["special"]) * each
-    drained = bool(pending) and max(pending) == 0
-    rate = tensor / (tensor + busy if drained else max(tensor, busy))
+    taken = max(_steady(lines, tensor, each), busy) if pending else max(tensor, busy)
     return LoopReport(
         case=case,
         kernel=kernel,
@@ -242,7 +283,7 @@ def report(
         pending=pending,
         tensor_cycles=round(tensor),
         issue_cycles=round(busy),
-        rate=round(rate, 3),
+        rate=round(tensor / taken, 3),
         **counts,
     )
 

@@ -5,11 +5,14 @@
 of the matmul's tiles in whole waves and the bytes on a link. The constants are those of a way to
 launch (`_WAYS`), not of a chip or a shape, and fitted to virtual time on 8 H100, `docs/scaling.md`;
 `tests/sim/test_closed_forms.py` holds them against these, and against other ranks and chips.
+
+Attention is priced by the library's (`weft.collectives.prices.library`): `attention_times`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -239,6 +242,68 @@ def sent_bytes(
     if way == small or (not way and (M * N * 4 <= ONE_SHOT_BYTES or ranks == 2)):
         return M * N * partial * others
     return M * N * (partial + whole) * others / ranks
+
+
+class AttentionWork(NamedTuple):
+    """What a rank attends to, in a call that a library's kernels can make.
+
+    Attributes:
+        queries, keys: its own queries, and all keys.
+        parts: in which the keys arrive.
+        causal: half of them are seen, on the average.
+        masked: some queries do not see all keys.
+    """
+
+    batch: int
+    heads: int
+    head_dim: int
+    queries: int
+    keys: int
+    parts: int
+    causal: bool
+    masked: bool
+
+
+class AttentionTimes(NamedTuple):
+    """us of one forward: of weft's kernel; of a library's on each part, and of merging these; of a
+    library's on all keys, under an explicit mask if there is any.
+    """
+
+    fused: float
+    parts: float
+    merges: float
+    gathered: float
+
+
+_MERGE_BYTES = 10  # that merging a part passes over for an element of the output
+
+
+def attention_times(work: AttentionWork, chip: Hardware) -> AttentionTimes:
+    """By the rates of FlashAttention-2, or where torch has cuDNN in its place, of that."""
+    own: library.Attention = "cuDNN" if chip.chip in ("sm_90", "sm_100") else "FA2"
+
+    def us(keys: int, *, causal: bool, kind: library.Attention = own) -> float:
+        return library.attention_us(
+            chip,
+            kind,
+            batch=work.batch,
+            queries=work.queries,
+            keys=max(keys, 1),
+            heads=work.heads,
+            head_dim=work.head_dim,
+            causal=causal,
+        )
+
+    whole, later = us(work.keys, causal=work.causal), 0.5 if work.causal else 1.0
+    others, part = (work.parts - 1) * later, -(-work.keys // work.parts)
+    elements = work.batch * work.queries * work.heads * work.head_dim
+    merge = chip.launch_us + library.moved_us(chip, _MERGE_BYTES * elements)
+    return AttentionTimes(
+        whole / kernel_rates.ATTENTION,
+        us(part, causal=work.causal) + others * us(part, causal=False),
+        others * merge,
+        us(work.keys, causal=False, kind="masked") if work.masked else whole,
+    )
 
 
 def name_of(dtype: torch.dtype) -> str:

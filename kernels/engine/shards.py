@@ -94,6 +94,12 @@ def _copy_stream(device: torch.device, number: int, rank: int) -> torch.cuda.Str
     return torch.cuda.Stream(device, priority=-1)
 
 
+def is_eager(device: torch.device) -> bool:
+    """Whether the host enqueues a call each time that it runs: not in a graph, nor in virtual time,
+    which counts the host's for nothing."""
+    return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+
+
 class SideStreams:
     """Streams beside the current one, from now on until `rejoin`.
 

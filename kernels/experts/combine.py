@@ -21,17 +21,18 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.collectives import exchange
+from weft.collectives.memory.checks import check_call
+from weft.collectives.ranks.flight import call_of
+from weft.collectives.ranks.traced import is_call_traced
 from weft.kernels.engine.autocast import autocast, outside_autocast
 from weft.kernels.engine.engines import RunnableEngine, record_backward
 from weft.kernels.engine.local_matmul import check_wire, mm, partial_mm, sum_dtype
 from weft.kernels.experts.dispatch import engine_of, gradients
-from weft.kernels.experts.generic_rows import to_tokens
 from weft.kernels.experts.grouped import contract, grouped_matmul
-from weft.kernels.experts.host_rows import Pull, Push, weighted_sum
 from weft.kernels.experts.routing import Routing
+from weft.kernels.experts.rows import Pull, Push, to_tokens, weighted_sum
 
 
-@autocast
 def grouped_matmul_combine(
     h: torch.Tensor,
     w: torch.Tensor,
@@ -53,7 +54,8 @@ def grouped_matmul_combine(
 
     Returns:
         y (T, H), of h's dtype: added up in fp32 in the order of j, and rounded once. A token
-        without experts gets 0. Gradients of h, w and topk_weights, fused like the forward.
+        without experts gets 0, whatever its weights are. Gradients of h, w and topk_weights, fused
+        like the forward.
 
     Raises:
         ValueError: shapes or dtypes that do not fit.
@@ -61,6 +63,7 @@ def grouped_matmul_combine(
         PeerTimeout: a rank did not come.
         NotImplementedError: an engine was forced that cannot run the call.
     """
+    h, w = _cast(h, w)
     if h.ndim != 2 or w.ndim != 3 or (w.shape[1], w.dtype, w.device) != (
         h.shape[1], h.dtype, h.device,
     ):  # fmt: skip
@@ -69,10 +72,13 @@ def grouped_matmul_combine(
             f"{tuple(h.shape)} {h.dtype} and {tuple(w.shape)} {w.dtype}; pass weights "
             f"(experts, H, N) as w.transpose(1, 2)"
         )
-    own = routing.experts[routing.group.rank]
-    if len(w) != own:
-        raise ValueError(f"the routing is of {own} experts on this rank, but w has {len(w)}")
     return _combined(h, w, topk_weights, routing, wire_dtype)
+
+
+@autocast
+def _cast(h: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Under autocast topk_weights stay as they are: sums of k products round them once."""
+    return h, w
 
 
 def combine(
@@ -106,10 +112,6 @@ def _combined(
     routing: Routing,
     wire_dtype: torch.dtype | None,
 ) -> torch.Tensor:
-    if len(h) != routing.count or not h.is_floating_point():
-        raise ValueError(
-            f"the routing is of {routing.count} rows, but there are {tuple(h.shape)} of {h.dtype}"
-        )
     if weights is not None and (
         weights.shape != routing.topk_ids.shape or not weights.is_floating_point()
     ):
@@ -117,13 +119,45 @@ def _combined(
             f"topk_weights must be floats {tuple(routing.topk_ids.shape)}, one for each of "
             f"topk_ids, got {tuple(weights.shape)} {weights.dtype}"
         )
+    if weights is not None:
+        # A softmax over no expert is NaN, of which 0 times is NaN.
+        weights = weights.masked_fill(routing.topk_ids < 0, 0)
+    y: torch.Tensor
+    if is_call_traced(h):  # see `custom_ops`
+        op, tp = torch.ops.weft.grouped_matmul_combine, routing.tensor_parallel_size
+        y = op(h, w, weights, routing.tensors, routing.name, tp, wire_dtype)
+        return y
+    call = combine_call(h, w, weights, routing, wire_dtype)
+    with torch.autocast(h.device.type, enabled=False):
+        if call.engine == "generic":
+            return generic_combine(h, w, weights, call.routing, call.wire)
+        y = Combine.apply(call, h, w, weights)
+        return y
+
+
+def combine_call(
+    h: torch.Tensor,
+    w: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    routing: Routing,
+    wire_dtype: torch.dtype | None,
+) -> CombineCall:
+    """The call of checked operands."""
+    routing = routing.outside_graphs()
+    own = routing.experts[routing.group.rank]
+    if w is not None and len(w) != own:
+        raise ValueError(f"the routing is of {own} experts on this rank, but w has {len(w)}")
+    if len(h) != routing.count or not h.is_floating_point():
+        raise ValueError(
+            f"the routing is of {routing.count} rows, but there are {tuple(h.shape)} of {h.dtype}"
+        )
     check_wire(wire_dtype, h.dtype)
     wire = wire_dtype or (sum_dtype(h) if routing.tensor_parallel_size > 1 else h.dtype)
+    call = CombineCall(routing, "generic", wire)
+    told = call.told(h.shape[1] if w is None else w.shape[2], h.dtype)
+    check_call(routing.group, lambda: call_of("grouped_matmul_combine", told).text.decode())
     engine = engine_of("grouped_matmul_combine", h, [] if w is None else [w], routing)
-    if engine == "generic":
-        return generic_combine(h, w, weights, routing, wire)
-    y: torch.Tensor = _Combine.apply(CombineCall(routing, engine, wire), h, w, weights)
-    return y
+    return call._replace(engine=engine)
 
 
 def generic_combine(
@@ -139,7 +173,9 @@ def generic_combine(
     return weighted_sum(parts, weights, routing.tensor_parallel_size, h.dtype)
 
 
-class _Combine(torch.autograd.Function):
+class Combine(torch.autograd.Function):
+    """h (R, N), w (E_r, N, H) or None, weights (T, k) or None -> y (T, H)."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -150,7 +186,8 @@ class _Combine(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(h, w, weights)
         ctx.call = call
-        return _host_forward(call, h, w, weights)
+        forward = _host_forward if call.engine == "host" else _triton_forward
+        return forward(call, h, w, weights)
 
     @staticmethod
     @outside_autocast
@@ -162,7 +199,8 @@ class _Combine(torch.autograd.Function):
             made = generic_combine(h, w, weights, call.routing, call.wire)
             return None, *gradients([made], [h, w, weights], needs, [dy])
         record_backward("grouped_matmul_combine", call.engine, call.routing.group, "all_to_all")
-        return None, *_host_backward(call, h, w, weights, dy, needs)
+        backward = _host_backward if call.engine == "host" else _triton_backward
+        return None, *backward(call, h, w, weights, dy, needs)
 
 
 def _host_forward(
@@ -227,4 +265,53 @@ def _host_backward(
         if needs_weights and weights is not None:
             parts = push.collected().view(*weights.shape, routing.tensor_parallel_size)
             dweights = parts.sum(2).to(weights.dtype)
+    return [dh, dw, dweights]
+
+
+def _triton_forward(
+    call: CombineCall, h: torch.Tensor, w: torch.Tensor | None, weights: torch.Tensor | None
+) -> torch.Tensor:
+    from weft.kernels.experts.expert_launch import combined
+
+    op, ws = "grouped_matmul_combine", [] if w is None else [w]
+    told = call.told(h.shape[1] if w is None else w.shape[2], h.dtype)
+    return combined(op, told, call.routing, [h], ws, call.wire, weights)
+
+
+def _triton_backward(
+    call: CombineCall,
+    h: torch.Tensor,
+    w: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    dy: torch.Tensor,
+    needs: Sequence[bool],
+) -> list[torch.Tensor | None]:
+    """Rows beyond the last expert's are undefined, and stay so."""
+    from weft.kernels.experts.contract_grouped_kernel import launch_contract_grouped
+    from weft.kernels.experts.expert_launch import combined, dispatched
+
+    routing, (needs_h, needs_w, needs_weights) = call.routing, needs
+    op, told = "grouped_matmul_combine backward", call.told(dy.shape[1], dy.dtype)
+    back_needed = (needs_h or needs_weights) and w is not None
+    made = dispatched(
+        op,
+        told,
+        routing,
+        dy,
+        [w.transpose(1, 2)] if back_needed and w is not None else [],
+        None if weights is None else weights.float().contiguous(),
+    )
+    assert made.rows is not None
+    back = made.ys[0] if made.ys else made.rows
+    scale = None if made.numbers is None else made.numbers.unsqueeze(1)
+    dh = dw = dweights = None
+    if needs_weights and weights is not None:
+        parts = (back.float() * h).sum(1, keepdim=True)
+        dweights = combined(op, told, routing, [parts], [], torch.float32, by_slot=True)
+        dweights = dweights.view(weights.shape).to(weights.dtype)
+    if needs_h:
+        dh = back if scale is None else (back * scale).to(h.dtype)
+    if needs_w and w is not None:
+        g = made.rows if scale is None else (made.rows * scale).to(h.dtype)
+        dw = launch_contract_grouped(h, g, routing.ends, out=torch.empty_like(w))
     return [dh, dw, dweights]

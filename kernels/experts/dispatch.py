@@ -22,16 +22,18 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.collectives import exchange, resolve
+from weft.collectives.memory.checks import check_call
+from weft.collectives.ranks.flight import call_of
 from weft.collectives.ranks.group import GroupLike
+from weft.collectives.ranks.traced import is_call_traced
 from weft.kernels.engine import epilogues
 from weft.kernels.engine.autocast import autocast, outside_autocast
 from weft.kernels.engine.engines import Problem, RunnableEngine, choose, record_backward
 from weft.kernels.engine.epilogues import Activation
 from weft.kernels.engine.local_matmul import mm, on_cpu, partial_mm, sum_dtype
-from weft.kernels.experts.generic_rows import to_experts
 from weft.kernels.experts.grouped import contract, grouped_matmul
-from weft.kernels.experts.host_rows import Pull, Push, weighted_sum
-from weft.kernels.experts.routing import Routing, routed
+from weft.kernels.experts.routing import Routing, check_tokens, routed
+from weft.kernels.experts.rows import Pull, Push, to_experts, weighted_sum
 
 
 @autocast
@@ -86,15 +88,24 @@ def dispatch_grouped_matmul(
     if isinstance(topk_ids, Routing):
         routing = topk_ids
     else:
+        check_tokens(topk_ids, x)
         tp = tensor_parallel_size
-        routing = routed(topk_ids, len(weights[0]), resolve(group), tp, capacity, sizes)
-    check_routing(routing, x, weights[0])
+        if not is_call_traced(x):
+            group, k = resolve(group), topk_ids.shape[1]
+            told = x.dtype, ("K", x.shape[1]), ("k", k), ("tensor_parallel_size", tp)
+            check_call(group, lambda: call_of("dispatch_grouped_matmul", told).text.decode())
+        routing = routed(topk_ids, len(weights[0]), group, tp, capacity, sizes)
+    if is_call_traced(x):  # see `custom_ops`
+        zs = traced_dispatch(x, weights, routing, keep_gathered)
+        hs = epilogues.activate(zs, activation)
+        return hs[0] if isinstance(w, torch.Tensor) or activation == "swiglu" else hs, routing
+    routing = check_routing(routing, x, weights[0])
     engine = engine_of("dispatch_grouped_matmul", x, weights, routing)
     if engine == "generic":
         hs = generic_dispatch(x, weights, routing, activation)
     else:
         call = DispatchCall(routing, engine, activation, keep_gathered)
-        hs = list(_Dispatch.apply(call, x, *weights))
+        hs = list(Dispatch.apply(call, x, *weights))
     return hs[0] if isinstance(w, torch.Tensor) or activation == "swiglu" else hs, routing
 
 
@@ -104,12 +115,23 @@ def dispatch(x: torch.Tensor, routing: Routing) -> torch.Tensor:
     For those who bring their own matmul: rows of expert e end before `routing.ends[e]`. The
     gradient of x is the sum over its k experts.
     """
-    check_routing(routing, x)
+    if is_call_traced(x):
+        return traced_dispatch(x, [], routing, False)[0]
+    routing = check_routing(routing, x)
     engine = engine_of("dispatch_grouped_matmul", x, [], routing)
     if engine == "generic":
         return to_experts(x, routing)
-    rows: torch.Tensor = _Dispatch.apply(DispatchCall(routing, engine, None, False), x)[0]
+    rows: torch.Tensor = Dispatch.apply(DispatchCall(routing, engine, None, False), x)[0]
     return rows
+
+
+def traced_dispatch(
+    x: torch.Tensor, weights: list[torch.Tensor], routing: Routing, keep: bool
+) -> list[torch.Tensor]:
+    """Every rows @ w_i in a graph, or the rows if there is no weight."""
+    op, tp = torch.ops.weft.dispatch_grouped_matmul, routing.tensor_parallel_size
+    made: list[torch.Tensor] = op(x, weights, routing.tensors, routing.name, tp, keep)
+    return made[: max(1, len(weights))]
 
 
 class DispatchCall(NamedTuple):
@@ -141,16 +163,14 @@ def _check(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
             raise ValueError(f"w must be {x.dtype} on {x.device}, like x, got {w.dtype} {w.device}")
 
 
-def check_routing(routing: Routing, x: torch.Tensor, w: torch.Tensor | None = None) -> None:
-    """Raise ValueError unless x are the tokens, and w the experts, that the routing is of."""
-    if len(x) != len(routing.topk_ids):
-        raise ValueError(
-            f"x has {len(x)} tokens, but topk_ids {tuple(routing.topk_ids.shape)} are of "
-            f"{len(routing.topk_ids)}"
-        )
+def check_routing(routing: Routing, x: torch.Tensor, w: torch.Tensor | None = None) -> Routing:
+    """The routing, not of a graph; ValueError unless x are its tokens, and w its experts."""
+    routing = routing.outside_graphs()
+    check_tokens(routing.topk_ids, x)
     own = routing.experts[routing.group.rank]
     if w is not None and len(w) != own:
         raise ValueError(f"the routing is of {own} experts on this rank, but w has {len(w)}")
+    return routing
 
 
 def engine_of(
@@ -162,7 +182,7 @@ def engine_of(
     K, N = x.shape[1], sum(w.shape[2] for w in weights)
     moved = rows * K * x.element_size() * (W - tp) // W
     host = "" if on_cpu(x) else "it is for CPUs, whose host knows how many rows come"
-    kernel = "its kernels are not there yet"
+    kernel = "" if x.element_size() > 1 else f"its kernels take no {x.dtype} without scales"
     told = Problem(op, rows, N, K, x.dtype, moved, host_refusal=host, kernel_refusal=kernel)
     return choose(told, routing.group, x.device)
 
@@ -179,7 +199,7 @@ def generic_dispatch(
     return epilogues.activate(zs, activation) if zs else [rows]
 
 
-class _Dispatch(torch.autograd.Function):
+class Dispatch(torch.autograd.Function):
     """x (T, K), weights (E_r, K, N_i) -> every h_i (R, N_i), or the rows if there is no weight."""
 
     @staticmethod
@@ -187,7 +207,8 @@ class _Dispatch(torch.autograd.Function):
         ctx: Any, call: DispatchCall, x: torch.Tensor, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         keep = call.keep and any(ctx.needs_input_grad[2:])
-        made = _host_forward(call, x, weights, keep, any(ctx.needs_input_grad))
+        forward = _host_forward if call.engine == "host" else _triton_forward
+        made = forward(call, x, weights, keep, any(ctx.needs_input_grad))
         ctx.call, ctx.kept = call, made.rows is not None
         ctx.save_for_backward(x, *weights, *([made.rows] if ctx.kept else []), *made.kept)
         return tuple(made.hs)
@@ -207,7 +228,8 @@ class _Dispatch(torch.autograd.Function):
         record_backward(
             "dispatch_grouped_matmul", call.engine, call.routing.group, *filter(None, moved)
         )
-        return None, *_host_backward(call, x, weights, rows, dhs, saved, needs_x, needs_w)
+        backward = _host_backward if call.engine == "host" else _triton_backward
+        return None, *backward(call, x, weights, rows, dhs, saved, needs_x, needs_w)
 
 
 def gradients(
@@ -316,6 +338,50 @@ def _back(
         total = partial_mm(dz, w.t(), plus=total, out=total)
     assert total is not None
     return total.to(wire)
+
+
+def _triton_forward(
+    call: DispatchCall, x: torch.Tensor, weights: Sequence[torch.Tensor], keep: bool, grads: bool
+) -> _Made:
+    from weft.kernels.experts.expert_launch import dispatched
+
+    activation, op = call.activation, "dispatch_grouped_matmul"
+    sums = grads and epilogues.keeps_sums(activation)
+    made = dispatched(
+        op, call.told(x), call.routing, x, weights, activation=activation, keep_sums=sums
+    )
+    if not weights and made.rows is not None:
+        return _Made([made.rows], None, [])
+    return _Made(made.ys, made.rows if keep else None, made.sums or (made.ys if activation else []))
+
+
+def _triton_backward(
+    call: DispatchCall,
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    rows: torch.Tensor | None,
+    dhs: Sequence[torch.Tensor],
+    kept: Sequence[torch.Tensor],
+    needs_x: bool,
+    needs_w: Sequence[bool],
+) -> list[torch.Tensor | None]:
+    from weft.kernels.experts.contract_grouped_kernel import launch_contract_grouped
+    from weft.kernels.experts.expert_launch import combined, dispatched
+
+    routing, op, told = call.routing, "dispatch_grouped_matmul backward", call.told(x)
+    dzs = epilogues.gradients(list(dhs), list(kept), call.activation)
+    dx = None
+    if any(needs_w) and rows is None:
+        rows = dispatched(op, told, routing, x).rows
+    if needs_x:
+        wire = sum_dtype(x) if routing.tensor_parallel_size > 1 else x.dtype
+        dx = combined(op, told, routing, dzs, [w.transpose(1, 2) for w in weights], wire)
+    dws: list[torch.Tensor | None] = [None] * len(weights)
+    for i, (w, dz, need) in enumerate(zip(weights, dzs, needs_w, strict=False)):
+        if need and rows is not None:
+            out = torch.empty_like(w)  # in w's own layout
+            dws[i] = launch_contract_grouped(rows, dz, routing.ends, out=out)
+    return [dx, *dws]
 
 
 def dispatch_grouped_matmul_reference(

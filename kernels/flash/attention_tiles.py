@@ -75,6 +75,13 @@ def contiguous_rows(*tensors: torch.Tensor) -> Any:
     return contiguous_rows(*(x.clone(memory_format=torch.contiguous_format) for x in tensors))
 
 
+def with_positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
+    """Queries and a scale above 0 that give the same scores: `softmax_step` needs one."""
+    if scale == 0:
+        return torch.zeros_like(q), 1.0
+    return (-q, -scale) if scale < 0 else (q, scale)
+
+
 # tl.max and tl.sum are jit functions of Triton's own (see `tiles.zeros`); tl.reduce is not.
 @triton.jit
 def row_max(x):
@@ -180,12 +187,15 @@ def empty_softmax(ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(top, total, scores):
-    """Take in a block of keys: the new (top, total), its weights, and the rescaling of `acc`."""
-    new_top = tl.maximum(top, row_max(scores))
+def softmax_step(top, total, products, scale):
+    """Take in a block of keys: the new (top, total), its weights, and the rescaling of `acc`.
+
+    `products` times `scale` > 0 are the scores: one multiply-add makes the exponent of a weight.
+    """
+    new_top = tl.maximum(top, row_max(products) * scale)
     # A row that has seen nothing keeps -inf; -inf - -inf would be NaN.
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    weights = tl.exp2(scores - base[:, None])
+    weights = tl.exp2(products * scale - base[:, None])
     rescale = tl.exp2(top - base)
     return new_top, total * rescale + row_sum(weights), weights, rescale
 

@@ -200,12 +200,12 @@ def attend_part(
         tokens = start + tl.arange(0, CUT.block_n)
         k, v = _load_keys(held, row, head, tokens, tokens < last, CUT)
         k, v = k.to(rows.dtype), v.to(rows.dtype)  # of fp8
-        scores = tiles.dot(rows, k.T, tiles.zeros(CUT.rows, CUT.block_n)) * qk_scale
+        products = tiles.dot(rows, k.T, tiles.zeros(CUT.rows, CUT.block_n))
         limits = tl.minimum(seen, last)
-        scores = tl.where(tokens[None, :] < limits[:, None], scores, float("-inf"))
+        products = tl.where(tokens[None, :] < limits[:, None], products, float("-inf"))
         if window is not None:
-            scores = tl.where(tokens[None, :] >= before[:, None], scores, float("-inf"))
-        top, total, weights, rescale = softmax_step(top, total, scores)
+            products = tl.where(tokens[None, :] >= before[:, None], products, float("-inf"))
+        top, total, weights, rescale = softmax_step(top, total, products, qk_scale)
         acc = tiles.dot(tiles.rounded(weights, v.dtype), v, acc * rescale[:, None])
     return top, total, acc
 

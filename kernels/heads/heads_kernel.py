@@ -42,7 +42,12 @@ from weft.collectives import Group, Workspace, workspace
 from weft.collectives.device import signals
 from weft.kernels.engine.chips import INTERPRETER, Chip, chip_of
 from weft.kernels.flash import ring_call, ring_kernel, ring_keys
-from weft.kernels.flash.attention_tiles import contiguous_rows, head_ptr, heads_of
+from weft.kernels.flash.attention_tiles import (
+    contiguous_rows,
+    head_ptr,
+    heads_of,
+    with_positive_scale,
+)
 from weft.kernels.flash.geometry import Geometry
 from weft.kernels.flash.ring_kernel import RingConfig, attend, store_attention
 from weft.kernels.flash.ring_tables import count_rows, count_tiles
@@ -59,8 +64,8 @@ def head_config(
     if 64 < D <= 128 and chip.family == "sm_80":
         # 128 rows fit in `ring_kernel`, but spill 144 and 184 bytes here.
         config = replace(config, block_m=min(config.block_m, 64))
-    # Nothing can begin before queries and keys are published.
-    return replace(config, copy_programs=max(1, chip.cores // 8))
+    # Nothing can begin before queries and keys are published. Delayed values spill 8 to 80 bytes.
+    return replace(config, copy_programs=max(1, chip.cores // 8), delayed=False)
 
 
 class Areas(NamedTuple):
@@ -188,6 +193,7 @@ def launch_head_attention(
         B * H, B * k.shape[1], max(geometry.q_sizes), D, q.dtype, W, chip_of(q.device)
     )
     k, v = contiguous_rows(k, v)
+    q, scale = with_positive_scale(q, scale)
     _, at_q, at_out, at_lse, _ = head_units.offsets_of(_area_bytes(q, k, geometry))
     stagger = head_units.stagger_of(geometry.q_spans, B * -(-H // W), config.block_m)
     out = torch.empty((B, H, n, D), dtype=q.dtype, device=q.device)

@@ -75,13 +75,23 @@ def test_the_model_of_a_rate():
     found = rate(SASS)
     assert (found.tensor_cycles, found.issue_cycles, found.rate) == (1024, 18, 1.0)
     assert (found.pending, found.tma, found.barriers, found.fences) == ((1,), 1, 1, 0)
-    drained = rate(SASS.replace("gsb0, 0x1", "gsb0, 0x0"))
-    assert drained.pending == (0,) and drained.rate == round(1024 / 1042, 3)
+    drained_text = SASS.replace("gsb0, 0x1", "gsb0, 0x0")
+    drained = rate(drained_text)
+    assert drained.pending == (0,) and drained.rate == round(1024 / 1040, 3)
+    # Narrow ones wait for their operands, unless the rows are in registers.
+    narrow = drained_text.replace("64x256x16", "64x32x16")
+    assert rate(narrow).rate == round(1024 / (1.5 * 1024 + 16), 3)
+    assert rate(narrow.replace("R24, gdesc", "R24, R8, gdesc")).rate == drained.rate
     # 64 exponentials take the special units 8 cycles each, for two warps a scheduler.
     busy = "".join(f"\n        /*1{i:03x}*/    MUFU.EX2 R1, R1 ;" for i in range(64))
     marker = "        /*0090*/"
     assert rate(SASS.replace(marker, busy + "\n" + marker)).rate == 1.0
     assert rate(SASS.replace(marker, busy * 2 + "\n" + marker)).rate == 0.5
+    # After a wait that drains they come on top; before it, beside what it waits for.
+    behind = drained_text.replace(marker, busy + "\n" + marker)
+    assert rate(behind).rate == pytest.approx(0.5, abs=0.01)
+    wait = "        /*0080*/"
+    assert rate(drained_text.replace(wait, busy + "\n" + wait)).rate > 0.95
 
 
 def test_amd_assembly_is_read():

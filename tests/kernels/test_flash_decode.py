@@ -51,6 +51,7 @@ def one(rng: random.Random, engine: str, rank: int, world_size: int) -> None:
     T, D, block = rng.choice([1, 1, 2, 5, 8]), rng.choice([8, 12, 16]), rng.choice([1, 4, 16])
     dtype, by_head, pages = rng.choice(DTYPES), rng.random() < 0.25, rng.random() < 0.4
     longest, window = rng.choice([1, 3, 40, 70]), rng.choice([None, None, 0, 5, 33])
+    scale = rng.choice([None, 0.3, -0.3, 0.0]) if engine == "triton" else None
     lengths = torch.tensor([[rng.randint(0, longest), 1 << 20] for _ in range(B)])[:, 0]
     generator = torch.Generator("cpu").manual_seed(rng.randrange(1 << 30))
     if by_head:
@@ -58,9 +59,9 @@ def one(rng: random.Random, engine: str, rank: int, world_size: int) -> None:
     H = H_kv * G
     q = drawn(generator, B, H, T, D).to(dtype)
     k, v = (drawn(generator, B, H_kv, longest, D).to(dtype) for _ in range(2))
-    case = (B, H_kv, G, T, D, block, dtype, by_head, pages, lengths.tolist(), window, engine)
+    case = (B, H_kv, G, T, D, block, dtype, by_head, pages, lengths.tolist(), window, scale, engine)
     expected, expected_lse = flash_decode_reference(
-        q.double(), k.double(), v.double(), lengths, window=window
+        q.double(), k.double(), v.double(), lengths, scale=scale, window=window
     )
 
     capacity = -(-longest // (block * (1 if by_head else world_size))) * block
@@ -82,7 +83,7 @@ def one(rng: random.Random, engine: str, rank: int, world_size: int) -> None:
     for _ in range(2):
         with weft.engine(engine):  # type: ignore[arg-type]
             out, lse = weft.flash_decode(
-                q, *shards, lengths, window=window, return_lse=True, **options
+                q, *shards, lengths, scale=scale, window=window, return_lse=True, **options
             )
         # Weights and the result are rounded to the dtype: half an eps each of N(0, 1) values, of
         # which the largest are 3. Averages of many are small: a looser bound would hold for zeros.

@@ -255,6 +255,18 @@ def test_scales_that_are_not_above_0() -> None:
         attention_case(plain_case("host", 2, scale=0.0))
 
 
+def scales_not_above_0() -> None:
+    options = {"layout": "contiguous", "q_sizes": [21, 20], "k_sizes": [21, 20], "window": (7, 5)}
+    for scale in (-0.5, 0.0):
+        for attention in (weft.ring_attention, weft.ulysses_attention):
+            attention_case(plain_case("triton", 2, scale=scale, **options), attention)
+
+
+@needs_interpreter
+def test_scales_that_are_not_above_0_in_one_launch(virtual_ranks: Any) -> None:
+    virtual_ranks(2, scales_not_above_0)
+
+
 @pytest.mark.ranks(2)
 def test_one_key_for_many_queries() -> None:
     sizes = {"q_sizes": [24, 24], "k_sizes": [1, 0]}

@@ -184,8 +184,9 @@ ASK_FOR_THE_DEVICE = {
     "collectives/cost", "collectives/memory/backends", "collectives/memory/exchange",
     "collectives/memory/symmetric", "collectives/memory/workspace", "collectives/movement",
     "collectives/process_groups", "collectives/ranks/group",
-    "kernels/attention/cache", "kernels/attention/custom_ops", "kernels/attention/decode",
-    "kernels/attention/decode_host", "kernels/attention/plan",
+    "kernels/attention/cache", "kernels/attention/custom_ops",
+    "kernels/attention/decode_host", "kernels/attention/host", "kernels/attention/library",
+    "kernels/attention/plan",
     "kernels/engine/chips", "kernels/engine/engines", "kernels/engine/fp8",
     "kernels/engine/local_matmul", "kernels/engine/shards", "kernels/layers/vocabulary",
 }  # fmt: skip
