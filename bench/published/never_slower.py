@@ -2,9 +2,9 @@
 
 For every fused matmul and collective, M = 1 ... 16384, four models, 2, 4 and 8 ranks and four
 chips: the time of what `auto` runs over that of the best of weft's engines and launches, and of a
-library's matmul and collective (NCCL, the switch's, torch's one and two shots, async-TP), all by the
-closed forms of `weft.kernels.engine.fused_times` and `weft.collectives`. Nothing runs; half
-precision, each rank its share of a feed-forward layer.
+library's matmul and collective (NCCL, NVLS, torch's one and two shots, async-TP), all by the closed
+forms of `weft.kernels.engine.fused_times` and `weft.collectives`. Nothing runs; half precision,
+each rank its share of a feed-forward layer.
 """
 
 from __future__ import annotations

@@ -249,7 +249,7 @@ def _attention(
     rates: cost.Machine,
 ) -> dict[RunnableEngine, Price]:
     """Forward, by a library's attention."""
-    W, sync, chip = group.world_size, rates.sync_us, hardware_of(group, device, rates)
+    W, sync, chip = group.world_size, rates.sync_us, hardware_of(group, device)
     times, moved = fused_times.attention_times(work, chip), _moved(rates, problem.moved_bytes)
     how = f"{work.queries} queries, {work.keys} keys"
     kernel = Part("attention", times.fused, f"{how} at {kernel_rates.ATTENTION:.0%} of a library")
