@@ -216,3 +216,15 @@ def tiling_for(chip: Chip, M: int, N: int, dtype: torch.dtype, pieces: int = 1) 
             return replace(wide, block_n=128, num_stages=3)
         return wide
     return Tiling(128, 128, 32, num_warps=8, num_stages=4)
+
+
+def gather_tiling_for(chip: Chip, M: int, N: int, dtype: torch.dtype) -> Tiling:
+    """As `tiling_for`, where a part of the cores fetches shards: small tiles that the rest would
+    make in several waves are twice as wide, as a wave takes a tile's loads and not its arithmetic.
+    """
+    tiling = tiling_for(chip, M, N, dtype)
+    if (tiling.block_m, tiling.block_n) != (64, 64) or dtype.itemsize != 2 or chip.is_amd:
+        return tiling
+    if chip.cores - chip.cores // 8 >= -(-M // 64) * -(-N // 64):
+        return tiling
+    return replace(tiling, block_n=128)
