@@ -29,8 +29,10 @@ from weft.collectives import process_groups
 from weft.collectives.memory import direct
 from weft.collectives.memory.exchange import Exchange, agree, exchange
 from weft.collectives.memory.workspace import workspace
+from weft.collectives.prices.hardware import fabric_of
 from weft.collectives.process_groups import ReduceOp, by_group, sendable
 from weft.collectives.profiled import profiled
+from weft.collectives.protocols import Collective
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
 from weft.collectives.ranks.flight import GENERIC, Call, call_of
 from weft.collectives.ranks.group import Group
@@ -456,11 +458,12 @@ def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
     return max(a, c) < min(b, d)
 
 
+Moved = Collective | Literal["broadcast"]
 Way = Literal["triton", "host", "generic"]
 _UNKNOWN_BYTES = 1 << 62  # too many for a kernel
 
 
-def _way(op: str, group: Group, x: torch.Tensor, nbytes: int, call: Call) -> Way:
+def _way(op: Moved, group: Group, x: torch.Tensor, nbytes: int, call: Call) -> Way:
     """How a collective runs: by kernels, from the host through symmetric memory, or by the process
     group. `nbytes` is the size of its largest piece, the same on every rank, as the answer must be.
 
@@ -491,7 +494,7 @@ def _way(op: str, group: Group, x: torch.Tensor, nbytes: int, call: Call) -> Way
 
 
 def _kernel_or_not(
-    op: str, group: Group, x: torch.Tensor, nbytes: int, *, asked: bool
+    op: Moved, group: Group, x: torch.Tensor, nbytes: int, *, asked: bool
 ) -> tuple[Way, str]:
     from weft.collectives.device import signals
     from weft.collectives.kernels import collective_launch as kernels
@@ -508,7 +511,7 @@ def _kernel_or_not(
     if asked:
         return "triton", "asked for"
     config = kernels.collective_config(op, nbytes, group.world_size, on_gpus)
-    quicker, why = kernels.is_quicker(nbytes, group.world_size, config)
+    quicker, why = kernels.is_quicker(op, nbytes, fabric_of(group, x.device), config)
     return "triton" if quicker else instead, why
 
 

@@ -142,6 +142,14 @@ def two_shot_us(nbytes: float, fabric: Fabric, *, in_graph: bool) -> float:
     return _kernel_us(in_graph) + wire_bytes("all_reduce", nbytes, fabric.ranks) / rate
 
 
+def kernel_us(op: Collective, nbytes: float, fabric: Fabric, *, two_shot: bool = False) -> float:
+    """One of weft's kernels, behind other work: a piece comes from every peer, as in one shot."""
+    if op == "all_reduce" and two_shot:
+        return two_shot_us(nbytes, fabric, in_graph=True)
+    piece = nbytes if op == "all_reduce" else nbytes / fabric.ranks
+    return one_shot_us(piece, fabric, in_graph=True)
+
+
 def switch_us(op: Collective, nbytes: float, fabric: Fabric, *, in_graph: bool) -> float:
     """A collective by multimem instructions: the switch adds up and copies.
 

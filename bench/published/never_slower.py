@@ -2,8 +2,9 @@
 
 For every fused matmul and collective, M = 1 ... 16384, four models, 2, 4 and 8 ranks and four
 chips: the time of what `auto` runs over that of the best of weft's engines and launches, and of a
-library's matmul and NCCL, all by the closed forms of `weft.kernels.engine.fused_times` and
-`weft.collectives`. Nothing runs; half precision, each rank its share of a feed-forward layer.
+library's matmul and collective (NCCL, NVLS, torch's one and two shots, async-TP), all by the closed
+forms of `weft.kernels.engine.fused_times` and `weft.collectives`. Nothing runs; half precision,
+each rank its share of a feed-forward layer.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ CHIPS = ("h100", "h200", "b200", "mi300x")
 MODELS = ("llama-3-8b", "llama-3-70b", "llama-3-405b", "qwen2-72b")
 RANKS = (2, 4, 8)
 ROWS = tuple(1 << i for i in range(15))
-COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter")
+COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 OPS = (*tuning.OPS, *COLLECTIVES)
 _DTYPE = torch.bfloat16
 
@@ -43,8 +44,8 @@ class AutoChoice:
 
     Attributes:
         M, N, K: one rank's product; of a collective its whole array (M, N), and K = 0.
-        best: "triton" or "generic", which `auto` chooses between; "library", by NCCL in half
-            precision; or a launch that the kernel does not take: a way to move data, or tiles.
+        best: "triton" or "generic", which `auto` chooses between; "library, NVLS" and the like, in
+            half precision; or a launch that the kernel does not take: a way to move data, or tiles.
         narrow_us: what `auto` takes where partial sums travel as in the library, in half precision:
             `wire_dtype`.
     """
@@ -119,8 +120,9 @@ def fused(
     us = {
         "triton": fused_times.fused_time(op, M, N, K, "bfloat16", hardware, W, wire=wire).us,
         "generic": sum(part.us for part in engines.unfused_parts(problem, hardware, W)),
-        "library": library.unfused_us(op, M, N, K, "bfloat16", hardware, W)["NCCL"],
     }
+    unfused = library.unfused_us(op, M, N, K, "bfloat16", hardware, W)
+    us |= {f"library, {way}": each for way, each in unfused.items()}
     for way in () if wire else fused_times.ways(op, W):
         us[way] = fused_times.fused_time(op, M, N, K, "bfloat16", hardware, W, way).us
         for tiling in _tiles(hardware.chip):
@@ -145,13 +147,14 @@ def collective(
     fabric = hardware.fabric(W)
     piece = nbytes if op == "all_reduce" else -(-nbytes // W)
     config = collective_config(op, piece, W, on_gpus=True)
-    us = {"library": protocols.nccl_us(op, nbytes, fabric)}
-    # A gather, and a scatter of sums, receive as one shot of a piece would.
-    us["one shot"] = protocols.one_shot_us(piece, fabric, in_graph=True)
+    us = {"library, NCCL": protocols.nccl_us(op, nbytes, fabric)}
+    us["one shot"] = protocols.kernel_us(op, nbytes, fabric)
     if op == "all_reduce" and W > 2:
-        us["two shots"] = protocols.two_shot_us(nbytes, fabric, in_graph=True)
+        us["two shots"] = protocols.kernel_us(op, nbytes, fabric, two_shot=True)
+    if fabric.multicast and op != "all_to_all":
+        us["library, NVLS"] = protocols.switch_us(op, nbytes, fabric, in_graph=True)
     kernel = "two shots" if config.two_shot else "one shot"
-    return kernel if is_quicker(piece, W, config)[0] else "library", us
+    return kernel if is_quicker(op, piece, fabric, config)[0] else "library, NCCL", us
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -207,5 +210,7 @@ def summary(found: Sequence[AutoChoice], limit: float = 1.05) -> list[str]:
 
 
 def _kind(each: AutoChoice) -> str:
-    engine = each.best in ("library", "generic", "triton")
-    return each.best if engine else "tiles" if "," in each.best else "launch"
+    if each.best in ("generic", "triton"):
+        return each.best
+    library, _, name = each.best.partition(", ")
+    return name if library == "library" else "tiles" if name else "launch"

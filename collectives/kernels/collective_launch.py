@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -13,6 +14,7 @@ from weft.collectives.device.launches import launching, layouts_of
 from weft.collectives.kernels.kernel_collectives import exchange_kernel, reduce_kernel
 from weft.collectives.kernels.pieces import Pieces
 from weft.collectives.memory.workspace import Workspace, check_room, link_of
+from weft.collectives.protocols import Collective, Fabric, kernel_us, nccl_us
 from weft.collectives.ranks.chunks import offsets
 
 REDUCED = (
@@ -44,8 +46,8 @@ class CollectiveConfig:
 # One shot receives (W - 1) times the bytes, two shots about twice, but pay a second crossing of
 # about 3 us: in virtual time they meet at some 230 KiB on 8 x H100.
 _ONE_SHOT_BYTES = 224 << 10
-# Beyond this, the process group's rings and trees are as fast and leave the cores free.
-_MOST_BYTES = 4 << 20
+# Of a half of the workspace: what the quicker kernel is worth, beside the model's own memory.
+_MOST_ROOM = 128 << 20
 # Each of 256 threads then has 16 bytes for each rank in flight, and 64 programs what a link of 450
 # GB/s carries to 8 ranks in about 4 us.
 _BLOCK_BYTES, _PROGRAMS = 4 << 10, 64
@@ -76,11 +78,24 @@ def collective_config(op: str, nbytes: int, world_size: int, on_gpus: bool) -> C
     return CollectiveConfig(block, programs, 4 if interpreted else 8, two_shot)
 
 
-def is_quicker(nbytes: int, world_size: int, config: CollectiveConfig) -> tuple[bool, str]:
-    """Whether a kernel beats the process group's library on a GPU, and why."""
-    received = nbytes * 2 if config.two_shot else nbytes * (world_size - 1)
-    few = received <= _MOST_BYTES
-    return few, f"{received} bytes to receive, {'up to' if few else 'more than'} {_MOST_BYTES}"
+@lru_cache(maxsize=4096)
+def is_quicker(
+    op: Collective, nbytes: int, fabric: Fabric, config: CollectiveConfig
+) -> tuple[bool, str]:
+    """Whether a kernel is predicted to beat the process group's library on a GPU, and why.
+
+    Args:
+        nbytes: as for `collective_config`.
+        fabric: the same on all ranks.
+    """
+    W = fabric.ranks
+    room = workspace_bytes(nbytes, W, config)
+    if room > _MOST_ROOM:
+        return False, f"a kernel would need {room} bytes of workspace, more than {_MOST_ROOM}"
+    whole = nbytes if op == "all_reduce" else nbytes * W
+    us = kernel_us(op, whole, fabric, two_shot=config.two_shot)
+    library = nccl_us(op, whole, fabric)
+    return us <= library or W == 1, f"predicted {us:.3g} us by a kernel, {library:.3g} by NCCL"
 
 
 def _slot_bytes(nbytes: int) -> int:

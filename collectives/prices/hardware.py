@@ -29,8 +29,10 @@ from typing import Literal
 
 import torch
 
+from weft.collectives import cost
 from weft.collectives.cost import Machine
 from weft.collectives.protocols import PROTOCOLS, Fabric
+from weft.collectives.ranks.group import Group, kept_by_group
 
 Topology = Literal["switch", "mesh"]
 
@@ -336,6 +338,44 @@ PRESETS = {
     "mi355x": MI355X,
     "mi308x": MI308X,
 }
+
+
+def family_of(chip: str) -> str:
+    """The preset's `chip` that stands for one: "sm_80" for "sm_89", "gfx942" for "gfx90a"."""
+    if chip.startswith("gfx"):
+        return "gfx942"
+    return {"8": "sm_80", "9": "sm_90"}.get(chip[3:-1], "sm_100")
+
+
+def of_group(group: Group, device: torch.device) -> Hardware:
+    """The chips that a group's ranks have, or stand for, with what was measured of them: the same
+    on all ranks. Collective the first time in a process.
+    """
+    rates, W = cost.machine(group, device), group.world_size
+    if group.virtual is not None and group.virtual.hardware is not None:
+        found = group.virtual.hardware
+    else:
+        name, chip = "", group.virtual.chip if group.virtual is not None else ""
+        if torch.cuda.is_available():
+            name = torch.cuda.get_device_name(device)
+            major, minor = torch.cuda.get_device_capability(device)
+            chip = chip or ("gfx" if torch.version.hip else f"sm_{major}{minor}")
+        found = measured(name, family_of(chip) if chip else "", rates, W)
+    return found if found.ranks >= W else replace(found, ranks=W)
+
+
+_fabrics: dict[tuple[Group, torch.device], Fabric] = {}
+kept_by_group.append(_fabrics)
+cost.kept_by_rates.append(_fabrics)
+
+
+def fabric_of(group: Group, device: torch.device) -> Fabric:
+    """The links between a group's ranks. Collective the first time in a process."""
+    if group.virtual is not None:  # its chips may differ in the next run
+        return of_group(group, device).fabric(group.world_size)
+    if (group, device) not in _fabrics:
+        _fabrics[group, device] = of_group(group, device).fabric(group.world_size)
+    return _fabrics[group, device]
 
 
 def measured(name: str, family: str, rates: Machine, ranks: int) -> Hardware:

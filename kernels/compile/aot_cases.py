@@ -144,6 +144,7 @@ def _gather_cases(scaled: bool, wide: bool) -> list[_Gather]:
         _Gather("up, in halves", 4096),
         _Gather("up, gelu, by copy engines", 16384, activation="gelu", keep_sums=not scaled),
         _Gather("gate and up, by copy engines", 16384, pair, "swiglu"),
+        _Gather("up, 256 tokens", 256),
         _Gather("up, 128 tokens", 128, activation="silu"),
         _Gather("up, 8 tokens", 8),
         _Gather("gate and up, 8 tokens", 8, (512, 512), "swiglu"),

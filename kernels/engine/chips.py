@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 
 from weft import settings
+from weft.collectives.prices.hardware import family_of
 from weft.collectives.ranks.group import here
 from weft.collectives.ranks.pad import MAX_PROGRAMS
 
@@ -42,9 +43,7 @@ class Chip:
     @property
     def family(self) -> str:
         """The chip of `KNOWN` whose tiles suit it: "sm_80" for sm_89, "gfx942" for gfx90a."""
-        if self.is_amd:
-            return "gfx942"
-        return {"8": "sm_80", "9": "sm_90"}.get(self.name[3:-1], "sm_100")
+        return family_of(self.name)
 
     @property
     def programs(self) -> int:
@@ -114,11 +113,6 @@ def _chip_behind(device: torch.device) -> Chip:
         descriptors=properties.major >= 9,
         fp8=(properties.major, properties.minor) >= (8, 9),
     )
-
-
-def name_of(device: torch.device) -> str:
-    """What its maker calls a GPU, as the driver tells; empty where there is none."""
-    return torch.cuda.get_device_name(device) if torch.cuda.is_available() else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,3 +216,15 @@ def tiling_for(chip: Chip, M: int, N: int, dtype: torch.dtype, pieces: int = 1) 
             return replace(wide, block_n=128, num_stages=3)
         return wide
     return Tiling(128, 128, 32, num_warps=8, num_stages=4)
+
+
+def gather_tiling_for(chip: Chip, M: int, N: int, dtype: torch.dtype) -> Tiling:
+    """As `tiling_for`, where a part of the cores fetches shards: small tiles that the rest would
+    make in several waves are twice as wide, as a wave takes a tile's loads and not its arithmetic.
+    """
+    tiling = tiling_for(chip, M, N, dtype)
+    if (tiling.block_m, tiling.block_n) != (64, 64) or dtype.itemsize != 2 or chip.is_amd:
+        return tiling
+    if chip.cores - chip.cores // 8 >= -(-M // 64) * -(-N // 64):
+        return tiling
+    return replace(tiling, block_n=128)

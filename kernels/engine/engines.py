@@ -26,7 +26,7 @@ from weft.collectives.ranks import caches
 from weft.collectives.ranks.group import kept_by_group
 from weft.collectives.ranks.reports import check_all
 from weft.kernels.engine import fused_times, kernel_rates, tuning
-from weft.kernels.engine.chips import chip_of, name_of
+from weft.kernels.engine.chips import chip_of
 
 RunnableEngine = Literal["triton", "host", "generic"]
 
@@ -249,7 +249,7 @@ def _attention(
     rates: cost.Machine,
 ) -> dict[RunnableEngine, Price]:
     """Forward, by the rates of a library's attention."""
-    W, sync, chip = group.world_size, rates.sync_us, hardware_of(group, device, rates)
+    W, sync, chip = group.world_size, rates.sync_us, hardware_of(group, device)
     times = fused_times.attention_times(work, chip, fused_times.name_of(problem.dtype))
     moved, how = _moved(rates, problem.moved_bytes), f"{work.queries} queries, {work.seen} keys"
     kernel = Part("attention", times.fused, f"{how} at {kernel_rates.ATTENTION:.0%} of a library")
@@ -298,7 +298,7 @@ def _fused_matmul(
 ) -> dict[RunnableEngine, Price]:
     """By the closed forms that virtual time is held against."""
     W, dtype = group.world_size, fused_times.name_of(problem.dtype)
-    chip = hardware_of(group, device, rates)
+    chip = hardware_of(group, device)
     sizes = problem.op, problem.M, problem.N, problem.K
     made = fused_times.fused_time(*sizes, dtype, chip, W, wire=problem.wire_dtype)
     nbytes = fused_times.sent_bytes(*sizes, dtype, W, made.way, problem.wire_dtype)
@@ -375,15 +375,12 @@ def _regrets(problem: Problem, chip: Hardware, W: int) -> tuple[tuple[RunnableEn
     return tuple(most.items())
 
 
-def hardware_of(group: Group, device: torch.device, rates: cost.Machine) -> Hardware:
-    """The chips that a group's ranks have, or stand for, with what was measured of them."""
-    W, chip = group.world_size, chip_of(device)
+def hardware_of(group: Group, device: torch.device) -> Hardware:
+    """The chips of a group, with the cores that are a rank's own."""
+    found = hardware.of_group(group, device)
     if group.virtual is not None and group.virtual.hardware is not None:
-        found = group.virtual.hardware
-    else:
-        found = hardware.measured(name_of(device), chip.family, rates, W)
-        found = replace(found, cores=chip.cores)
-    return found if found.ranks >= W else replace(found, ranks=W)
+        return found
+    return replace(found, cores=chip_of(device).cores)
 
 
 def _on_cpu(

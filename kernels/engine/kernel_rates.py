@@ -22,7 +22,7 @@ import torch
 
 from weft import settings
 from weft.kernels.engine import tuning
-from weft.kernels.engine.chips import Chip, scatters_in_one_shot, tiling_for
+from weft.kernels.engine.chips import Chip, gather_tiling_for, scatters_in_one_shot, tiling_for
 
 GUESS = 0.95  # where nothing was measured
 # Of Triton's attention, forward, relative to the library's: its main loop on sm_90 as `weft aot
@@ -50,6 +50,8 @@ def tile_of(op: str, chip: Chip, M: int, N: int, K: int, dtype: torch.dtype, W: 
     tuned = tuning.choice_for(op, chip, M, N, K if gathers else 0, dtype, W).tiling
     if op == "matmul_reduce_scatter" and not scatters_in_one_shot(chip, chunk, N, dtype, W, tuned):
         tiling = tuned or tiling_for(chip, chunk, N, dtype, W)
+    elif gathers:
+        tiling = tuned or gather_tiling_for(chip, M, N, dtype)
     else:
         tiling = tuned or tiling_for(chip, M, N, dtype)
     name = str(dtype).removeprefix("torch.")

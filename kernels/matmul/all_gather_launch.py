@@ -34,8 +34,8 @@ from weft.kernels.engine.chips import (
     Chip,
     Tiling,
     chip_of,
+    gather_tiling_for,
     gathers_by_copy_engines,
-    tiling_for,
 )
 from weft.kernels.engine.epilogues import Activation
 from weft.kernels.engine.fp8 import Scaling
@@ -186,7 +186,7 @@ def _tiling(
     keep_sums: bool,
 ) -> Tiling:
     """The tuned or default tiles, narrowed where the epilogue would make the kernel spill."""
-    tiling = choice.tiling or tiling_for(chip, M, N, dtype)
+    tiling = choice.tiling or gather_tiling_for(chip, M, N, dtype)
     pair = activation == "swiglu"
     if pair and (tiling.block_m * tiling.block_n > 32 * 64 or dtype == torch.float32):
         # Two accumulators at a time.

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft import collectives
-from weft.collectives import resolve, workspace
+from weft import collectives, settings, sim
+from weft.collectives import protocols, resolve, workspace
 from weft.collectives.kernels import collective_launch, pull
 from weft.collectives.kernels.pull_boxes import Box, BoxTable, table_of
+from weft.collectives.prices.hardware import named
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
 
 OPS = ("sum", "avg", "max", "min", "product")
@@ -182,9 +183,43 @@ def test_the_choice_is_one_for_all_and_by_size() -> None:
     assert not small.two_shot
     assert large.two_shot
     assert small.programs < large.programs <= 64
-    assert collective_launch.is_quicker(8 << 10, 8, small)[0]
-    huge = collective_launch.collective_config("all_reduce", 1 << 30, 8, on_gpus=True)
-    assert not collective_launch.is_quicker(1 << 30, 8, huge)[0]
+
+
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
+@pytest.mark.parametrize(("chip", "W"), [("h100", 2), ("h100", 8), ("b200", 8), ("mi300x", 4)])
+def test_kernels_are_chosen_by_price_where_there_is_room(
+    op: protocols.Collective, chip: str, W: int
+) -> None:
+    fabric = named(chip).fabric(W)
+    taken = []
+    for shift in range(10, 32):
+        nbytes = 1 << shift
+        config = collective_launch.collective_config(op, nbytes, W, on_gpus=True)
+        taken.append(collective_launch.is_quicker(op, nbytes, fabric, config)[0])
+        if collective_launch.workspace_bytes(nbytes, W, config) > 128 << 20:
+            assert not taken[-1]
+            continue
+        whole = nbytes if op == "all_reduce" else nbytes * W
+        us = protocols.one_shot_us(nbytes, fabric, in_graph=True)
+        if config.two_shot:
+            us = protocols.two_shot_us(nbytes, fabric, in_graph=True)
+        assert taken[-1] == (us <= protocols.nccl_us(op, whole, fabric))
+    assert taken == sorted(taken, reverse=True)
+    assert taken[0]
+    assert not taken[-1]
+
+
+@pytest.mark.parametrize(("count", "way"), [(1 << 20, "triton"), (1 << 26, "generic")])
+def test_ranks_that_stand_for_chips_choose_by_the_price(count: int, way: str) -> None:
+    """Sums of 8 MiB, which NCCL would take 1.4 times as long for, and of 512 MiB."""
+
+    def body(rank: int) -> str:
+        with settings.explaining() as decisions:
+            collectives.all_reduce(torch.empty(count * 4, dtype=torch.bfloat16))
+        return decisions[0].engine
+
+    told = sim.run(8, body, hardware="h100", numerics=False)
+    assert told == [way] * 8
 
 
 def test_interpreted_programs_have_several_blocks_but_few() -> None:

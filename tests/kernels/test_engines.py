@@ -347,7 +347,7 @@ def test_fused_matmuls_are_priced_by_the_closed_forms(
     """Of what was measured: 2 TFLOP/s, 10 GB/s of a link, 1 GB/s of the process group."""
     group, device = round_rates(monkeypatch), torch.device("cuda")
     problem = engines.Problem(op, **ROUND)
-    chip = engines.hardware_of(group, device, cost.machine(group, device))
+    chip = engines.hardware_of(group, device)
     assert chip.flops["bfloat16"] * chip.sustained == pytest.approx(2e12)
     assert chip.link_rate(4) == pytest.approx(1e4)
     prices = engines.predict(problem, group, device)
@@ -525,3 +525,20 @@ def test_what_no_program_can_hold_is_refused() -> None:
     for wide, most, wider, why in sim.run(2, body, hardware="h100", numerics=False):
         assert (wide, most, wider) == ("generic", "triton", "generic")
         assert "up to 1024 wide, got 1032" in why
+
+
+@pytest.mark.parametrize(
+    ("chip", "M", "N", "wide"),
+    [("sm_90", 128, 3584, 64), ("sm_90", 256, 3584, 128), ("sm_90", 64, 8192, 128),
+     ("sm_100", 256, 3584, 128), ("gfx942", 256, 8192, 64)],
+)  # fmt: skip
+def test_gathers_have_wider_tiles_where_small_ones_would_take_waves(
+    chip: str, M: int, N: int, wide: int
+) -> None:
+    """Of the programs that fetch no shards: 116 on sm_90."""
+    tiling = chips.gather_tiling_for(chips.known(chip), M, N, torch.bfloat16)
+    assert (tiling.block_m, tiling.block_n) == (64, wide)
+    tile = kernel_rates.tile_of(
+        "all_gather_matmul", chips.known(chip), M, N, 4096, torch.bfloat16, 8
+    )
+    assert (tile.block_m, tile.block_n) == (64, wide)

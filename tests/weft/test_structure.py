@@ -30,10 +30,10 @@ BELOW = {
 # "." is the folder's own `__init__`. Each may import what stands in lines before its own.
 LEVELS = {
     "collectives": """
-        ranks profiled
+        ranks profiled protocols
         device
         memory
-        cost kernels protocols
+        cost kernels
         prices
         process_groups
         movement sizes
