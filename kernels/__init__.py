@@ -33,6 +33,7 @@ from weft.kernels.attention import custom_ops as _attention_ops  # noqa: F401
 from weft.kernels.attention.decode import append_to_cache, flash_decode
 from weft.kernels.attention.ring import ring_attention
 from weft.kernels.attention.ulysses import ulysses_attention
+from weft.kernels.experts import custom_ops as _expert_ops  # noqa: F401
 from weft.kernels.experts.combine import combine, grouped_matmul_combine
 from weft.kernels.experts.dispatch import dispatch, dispatch_grouped_matmul
 from weft.kernels.experts.grouped import grouped_matmul

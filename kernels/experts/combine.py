@@ -23,14 +23,14 @@ import torch
 from weft.collectives import exchange
 from weft.collectives.memory.checks import check_call
 from weft.collectives.ranks.flight import call_of
+from weft.collectives.ranks.traced import is_call_traced
 from weft.kernels.engine.autocast import autocast, outside_autocast
 from weft.kernels.engine.engines import RunnableEngine, record_backward
 from weft.kernels.engine.local_matmul import check_wire, mm, partial_mm, sum_dtype
 from weft.kernels.experts.dispatch import engine_of, gradients
-from weft.kernels.experts.generic_rows import to_tokens
 from weft.kernels.experts.grouped import contract, grouped_matmul
-from weft.kernels.experts.host_rows import Pull, Push, weighted_sum
 from weft.kernels.experts.routing import Routing
+from weft.kernels.experts.rows import Pull, Push, to_tokens, weighted_sum
 
 
 def grouped_matmul_combine(
@@ -72,9 +72,6 @@ def grouped_matmul_combine(
             f"{tuple(h.shape)} {h.dtype} and {tuple(w.shape)} {w.dtype}; pass weights "
             f"(experts, H, N) as w.transpose(1, 2)"
         )
-    own = routing.experts[routing.group.rank]
-    if len(w) != own:
-        raise ValueError(f"the routing is of {own} experts on this rank, but w has {len(w)}")
     return _combined(h, w, topk_weights, routing, wire_dtype)
 
 
@@ -115,10 +112,6 @@ def _combined(
     routing: Routing,
     wire_dtype: torch.dtype | None,
 ) -> torch.Tensor:
-    if len(h) != routing.count or not h.is_floating_point():
-        raise ValueError(
-            f"the routing is of {routing.count} rows, but there are {tuple(h.shape)} of {h.dtype}"
-        )
     if weights is not None and (
         weights.shape != routing.topk_ids.shape or not weights.is_floating_point()
     ):
@@ -129,17 +122,42 @@ def _combined(
     if weights is not None:
         # A softmax over no expert is NaN, of which 0 times is NaN.
         weights = weights.masked_fill(routing.topk_ids < 0, 0)
+    y: torch.Tensor
+    if is_call_traced(h):  # see `custom_ops`
+        op, tp = torch.ops.weft.grouped_matmul_combine, routing.tensor_parallel_size
+        y = op(h, w, weights, routing.tensors, routing.name, tp, wire_dtype)
+        return y
+    call = combine_call(h, w, weights, routing, wire_dtype)
+    with torch.autocast(h.device.type, enabled=False):
+        if call.engine == "generic":
+            return generic_combine(h, w, weights, call.routing, call.wire)
+        y = Combine.apply(call, h, w, weights)
+        return y
+
+
+def combine_call(
+    h: torch.Tensor,
+    w: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    routing: Routing,
+    wire_dtype: torch.dtype | None,
+) -> CombineCall:
+    """The call of checked operands."""
+    routing = routing.outside_graphs()
+    own = routing.experts[routing.group.rank]
+    if w is not None and len(w) != own:
+        raise ValueError(f"the routing is of {own} experts on this rank, but w has {len(w)}")
+    if len(h) != routing.count or not h.is_floating_point():
+        raise ValueError(
+            f"the routing is of {routing.count} rows, but there are {tuple(h.shape)} of {h.dtype}"
+        )
     check_wire(wire_dtype, h.dtype)
     wire = wire_dtype or (sum_dtype(h) if routing.tensor_parallel_size > 1 else h.dtype)
     call = CombineCall(routing, "generic", wire)
     told = call.told(h.shape[1] if w is None else w.shape[2], h.dtype)
     check_call(routing.group, lambda: call_of("grouped_matmul_combine", told).text.decode())
     engine = engine_of("grouped_matmul_combine", h, [] if w is None else [w], routing)
-    with torch.autocast(h.device.type, enabled=False):
-        if engine == "generic":
-            return generic_combine(h, w, weights, routing, wire)
-        y: torch.Tensor = _Combine.apply(call._replace(engine=engine), h, w, weights)
-        return y
+    return call._replace(engine=engine)
 
 
 def generic_combine(
@@ -155,7 +173,9 @@ def generic_combine(
     return weighted_sum(parts, weights, routing.tensor_parallel_size, h.dtype)
 
 
-class _Combine(torch.autograd.Function):
+class Combine(torch.autograd.Function):
+    """h (R, N), w (E_r, N, H) or None, weights (T, k) or None -> y (T, H)."""
+
     @staticmethod
     def forward(
         ctx: Any,

@@ -25,15 +25,15 @@ from weft.collectives import exchange, resolve
 from weft.collectives.memory.checks import check_call
 from weft.collectives.ranks.flight import call_of
 from weft.collectives.ranks.group import GroupLike
+from weft.collectives.ranks.traced import is_call_traced
 from weft.kernels.engine import epilogues
 from weft.kernels.engine.autocast import autocast, outside_autocast
 from weft.kernels.engine.engines import Problem, RunnableEngine, choose, record_backward
 from weft.kernels.engine.epilogues import Activation
 from weft.kernels.engine.local_matmul import mm, on_cpu, partial_mm, sum_dtype
-from weft.kernels.experts.generic_rows import to_experts
 from weft.kernels.experts.grouped import contract, grouped_matmul
-from weft.kernels.experts.host_rows import Pull, Push, weighted_sum
 from weft.kernels.experts.routing import Routing, check_tokens, routed
+from weft.kernels.experts.rows import Pull, Push, to_experts, weighted_sum
 
 
 @autocast
@@ -89,17 +89,23 @@ def dispatch_grouped_matmul(
         routing = topk_ids
     else:
         check_tokens(topk_ids, x)
-        group, tp = resolve(group), tensor_parallel_size
-        told = x.dtype, ("K", x.shape[1]), ("k", topk_ids.shape[1]), ("tensor_parallel_size", tp)
-        check_call(group, lambda: call_of("dispatch_grouped_matmul", told).text.decode())
+        tp = tensor_parallel_size
+        if not is_call_traced(x):
+            group, k = resolve(group), topk_ids.shape[1]
+            told = x.dtype, ("K", x.shape[1]), ("k", k), ("tensor_parallel_size", tp)
+            check_call(group, lambda: call_of("dispatch_grouped_matmul", told).text.decode())
         routing = routed(topk_ids, len(weights[0]), group, tp, capacity, sizes)
-    check_routing(routing, x, weights[0])
+    if is_call_traced(x):  # see `custom_ops`
+        zs = traced_dispatch(x, weights, routing, keep_gathered)
+        hs = epilogues.activate(zs, activation)
+        return hs[0] if isinstance(w, torch.Tensor) or activation == "swiglu" else hs, routing
+    routing = check_routing(routing, x, weights[0])
     engine = engine_of("dispatch_grouped_matmul", x, weights, routing)
     if engine == "generic":
         hs = generic_dispatch(x, weights, routing, activation)
     else:
         call = DispatchCall(routing, engine, activation, keep_gathered)
-        hs = list(_Dispatch.apply(call, x, *weights))
+        hs = list(Dispatch.apply(call, x, *weights))
     return hs[0] if isinstance(w, torch.Tensor) or activation == "swiglu" else hs, routing
 
 
@@ -109,12 +115,23 @@ def dispatch(x: torch.Tensor, routing: Routing) -> torch.Tensor:
     For those who bring their own matmul: rows of expert e end before `routing.ends[e]`. The
     gradient of x is the sum over its k experts.
     """
-    check_routing(routing, x)
+    if is_call_traced(x):
+        return traced_dispatch(x, [], routing, False)[0]
+    routing = check_routing(routing, x)
     engine = engine_of("dispatch_grouped_matmul", x, [], routing)
     if engine == "generic":
         return to_experts(x, routing)
-    rows: torch.Tensor = _Dispatch.apply(DispatchCall(routing, engine, None, False), x)[0]
+    rows: torch.Tensor = Dispatch.apply(DispatchCall(routing, engine, None, False), x)[0]
     return rows
+
+
+def traced_dispatch(
+    x: torch.Tensor, weights: list[torch.Tensor], routing: Routing, keep: bool
+) -> list[torch.Tensor]:
+    """Every rows @ w_i in a graph, or the rows if there is no weight."""
+    op, tp = torch.ops.weft.dispatch_grouped_matmul, routing.tensor_parallel_size
+    made: list[torch.Tensor] = op(x, weights, routing.tensors, routing.name, tp, keep)
+    return made[: max(1, len(weights))]
 
 
 class DispatchCall(NamedTuple):
@@ -146,12 +163,14 @@ def _check(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
             raise ValueError(f"w must be {x.dtype} on {x.device}, like x, got {w.dtype} {w.device}")
 
 
-def check_routing(routing: Routing, x: torch.Tensor, w: torch.Tensor | None = None) -> None:
-    """Raise ValueError unless x are the tokens, and w the experts, that the routing is of."""
+def check_routing(routing: Routing, x: torch.Tensor, w: torch.Tensor | None = None) -> Routing:
+    """The routing, not of a graph; ValueError unless x are its tokens, and w its experts."""
+    routing = routing.outside_graphs()
     check_tokens(routing.topk_ids, x)
     own = routing.experts[routing.group.rank]
     if w is not None and len(w) != own:
         raise ValueError(f"the routing is of {own} experts on this rank, but w has {len(w)}")
+    return routing
 
 
 def engine_of(
@@ -180,7 +199,7 @@ def generic_dispatch(
     return epilogues.activate(zs, activation) if zs else [rows]
 
 
-class _Dispatch(torch.autograd.Function):
+class Dispatch(torch.autograd.Function):
     """x (T, K), weights (E_r, K, N_i) -> every h_i (R, N_i), or the rows if there is no weight."""
 
     @staticmethod

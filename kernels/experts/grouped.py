@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from weft.collectives.ranks.traced import is_call_traced
 from weft.kernels.engine.autocast import outside_autocast
 from weft.kernels.engine.local_matmul import mm, on_cpu
 
@@ -45,8 +46,20 @@ def grouped_matmul(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torc
         )
     if not on_cpu(x):
         return torch._grouped_mm(x, w, offs=ends)
-    y: torch.Tensor = _GroupedMatmul.apply(x, w, ends)
+    y: torch.Tensor
+    if is_call_traced(x):  # see `custom_ops`
+        y = torch.ops.weft.grouped_matmul(x, w, ends)
+    else:
+        y = _GroupedMatmul.apply(x, w, ends)
     return y
+
+
+def contracted(
+    x: torch.Tensor, dy: torch.Tensor, like: torch.Tensor, ends: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of grouped_matmul's weights, in the layout of `like`."""
+    dw: torch.Tensor = _Contracted.apply(x, dy, like, ends)
+    return dw
 
 
 def slices(ends: torch.Tensor) -> list[slice]:
@@ -82,7 +95,7 @@ class _GroupedMatmul(torch.autograd.Function):
         x, w, ends = ctx.saved_tensors
         needs_x, needs_w, _ = ctx.needs_input_grad
         dx = _GroupedMatmul.apply(dy, w.transpose(1, 2), ends) if needs_x else None
-        return dx, _Contracted.apply(x, dy, w, ends) if needs_w else None, None
+        return dx, contracted(x, dy, w, ends) if needs_w else None, None
 
 
 class _Contracted(torch.autograd.Function):

@@ -15,20 +15,24 @@ wants them, and it does not depend on when rows arrive:
 
 All ranks gather all ids, a few bytes a token, and each finds its own rows by itself. All of it is
 on the device of the ids; on a GPU the host reads none of it, and does not check ids.
+
+In a graph of torch.compile, `routed` is the op that `custom_ops` has of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Any, cast
 
 import torch
 
 from weft.collectives import Group, agree, all_gather, chunk_sizes, resolve
 from weft.collectives.ranks.chunks import offsets
-from weft.collectives.ranks.group import GroupLike
+from weft.collectives.ranks.group import GroupLike, group_name
+from weft.collectives.ranks.traced import is_call_traced
 from weft.errors import MismatchError
 from weft.kernels.engine.local_matmul import on_cpu
 
@@ -38,7 +42,8 @@ class Routing:
     """Where this rank's rows come from, and its tokens' results.
 
     Made by `route`. R rows: on a CPU, as many as come; on a GPU a bound, of which the first
-    `ends[-1]` are used.
+    `ends[-1]` are used. In a graph of torch.compile `group` is the name of one, and `tokens` and
+    `experts` are tensors (W,); what a graph returns may be used outside of it.
 
     Attributes:
         group: of W ranks.
@@ -84,6 +89,34 @@ class Routing:
     def count(self) -> int:
         """R."""
         return len(self.rows)
+
+    @property
+    def name(self) -> str:
+        """That of the group, as ops of a graph take it."""
+        return group_name(self.group)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What such ops take in place of a routing: `of_tensors` makes it again."""
+        told: list[Any] = [self.tokens, self.experts]
+        if not isinstance(self.group, str):
+            told = [torch.tensor(each) for each in told]
+        arrays = self.counts, self.ends, self.ranks, self.rows, self.slots, self.load
+        return [self.topk_ids, *told, *arrays]
+
+    @classmethod
+    def of_tensors(cls, tensors: Sequence[torch.Tensor], group: str, tp: int) -> Routing:
+        """That of a graph."""
+        ids, tokens, experts, *arrays = tensors
+        named, told = cast(Any, group), (cast(Any, tokens), cast(Any, experts))
+        return cls(named, tp, ids, *told, *arrays)
+
+    def outside_graphs(self) -> Routing:
+        """The same with a group and with numbers, if it comes from a graph."""
+        if not isinstance(self.group, str):
+            return self
+        tokens, experts = (each.tolist() for each in cast(Any, (self.tokens, self.experts)))
+        return replace(self, group=resolve(self.group), tokens=tokens, experts=experts)
 
     # What the host engines loop over: on a CPU only.
 
@@ -156,31 +189,48 @@ def route(
         ids [[0, 2]] on rank 0 and [[1, 1]] on rank 1, 4 experts on 2 ranks. Rank 0 has experts 0
         and 1, and rows [x_0; x_1; x_1], ends [1, 3]. Rank 1 has rows [x_0], ends [1, 1].
     """
-    group = resolve(group)
-    tp = _checked_parts(group, tensor_parallel_size)
     if num_experts < 1:
         raise ValueError(f"num_experts must be at least 1, got {num_experts}")
-    shares = chunk_sizes(num_experts, group.world_size // tp)
-    return routed(topk_ids, shares[group.rank // tp], group, tp, capacity, sizes)
+    return routed(topk_ids, 0, group, tensor_parallel_size, capacity, sizes, num_experts)
+
+
+def share(num_experts: int, rank: int, world_size: int, tp: int) -> int:
+    """How many of all experts a rank holds, that of torch.chunk."""
+    return chunk_sizes(num_experts, world_size // tp)[rank // tp]
 
 
 def routed(
     topk_ids: torch.Tensor,
     own_experts: int,
-    group: Group,
+    group: GroupLike,
     tp: int,
     capacity: int | None = None,
     sizes: Sequence[int] | None = None,
+    num_experts: int | None = None,
 ) -> Routing:
-    """`route` for ranks that tell each other how many experts they have."""
-    _checked_parts(group, tp)
+    """`route` for ranks that tell each other how many experts they have.
+
+    Given `num_experts`, of all ranks, they have a share of these, whatever `own_experts` is.
+    """
     check_tokens(topk_ids)
-    T, k = topk_ids.shape
+    ids = topk_ids.detach().to(torch.int32).contiguous()
+    if is_call_traced(topk_ids):  # see `custom_ops`
+        name, op = group_name(group), torch.ops.weft.route
+        made = op(ids, own_experts, name, tp, capacity, sizes, num_experts)
+        return Routing.of_tensors([ids, *made], name, tp)
+    group = resolve(group)
+    if tp < 1 or group.world_size % tp:
+        raise ValueError(
+            f"tensor_parallel_size must divide the {group.world_size} ranks of the group, got {tp}"
+        )
+    own = (
+        own_experts if num_experts is None else share(num_experts, group.rank, group.world_size, tp)
+    )
+    T, k = ids.shape
     low, high = -1, -1
     if on_cpu(topk_ids) and topk_ids.numel():
         low, high = (int(end) for end in topk_ids.aminmax())
-    ids = topk_ids.detach().to(torch.int32).contiguous()
-    told = _told(group, (T, own_experts, high if low >= -1 else low), (k, tp, capacity))
+    told = _told(group, (T, own, high if low >= -1 else low), (k, tp, capacity))
     tokens, experts, extremes = map(list, zip(*told, strict=True))
     if sizes is not None and list(sizes) != tokens:
         raise ValueError(f"sizes must be the tokens of every rank, {tokens}, got {list(sizes)}")
@@ -193,7 +243,7 @@ def routed(
     first = firsts[group.rank // tp]
     # Sorting keeps the order of those alike, which is that of ranks and slots.
     expert = everyones - first
-    expert = expert.masked_fill((expert < 0) | (expert >= own_experts), own_experts)
+    expert = expert.masked_fill((expert < 0) | (expert >= own), own)
     slot = expert.argsort(stable=True)[:room]
     starts = torch.tensor(offsets(tokens), device=ids.device)
     ranks = torch.searchsorted(starts, slot // k, right=True) - 1
@@ -202,8 +252,8 @@ def routed(
         torch.tensor(tokens, device=ids.device) * k,
         output_size=len(everyones),
     )
-    counts = _counted(whose * (own_experts + 1) + expert, len(tokens) * (own_experts + 1))
-    counts = counts.view(len(tokens), own_experts + 1)[:, :own_experts].int()
+    counts = _counted(whose * (own + 1) + expert, len(tokens) * (own + 1))
+    counts = counts.view(len(tokens), own + 1)[:, :own].int()
     slots = slot - starts[ranks] * k
     return Routing(
         group, tp, ids, tokens, experts, counts, counts.sum(0).cumsum(0).int(), ranks.int(),
@@ -223,14 +273,6 @@ def check_tokens(topk_ids: torch.Tensor, x: torch.Tensor | None = None) -> None:
         raise ValueError(
             f"x has {len(x)} tokens, but topk_ids {tuple(topk_ids.shape)} are of {len(topk_ids)}"
         )
-
-
-def _checked_parts(group: Group, tp: int) -> int:
-    if tp < 1 or group.world_size % tp:
-        raise ValueError(
-            f"tensor_parallel_size must divide the {group.world_size} ranks of the group, got {tp}"
-        )
-    return tp
 
 
 def _told(

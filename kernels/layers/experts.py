@@ -21,7 +21,8 @@ from torch import nn
 
 from weft.collectives import all_gather, chunk_sizes, resolve
 from weft.collectives.memory.checks import check_shards
-from weft.collectives.ranks.group import GroupLike, is_traced
+from weft.collectives.ranks.group import GroupLike
+from weft.collectives.ranks.traced import is_traced
 from weft.kernels.engine.epilogues import Activation
 from weft.kernels.experts.combine import grouped_matmul_combine
 from weft.kernels.experts.dispatch import dispatch_grouped_matmul

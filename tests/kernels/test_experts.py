@@ -175,3 +175,49 @@ def test_experts_that_several_ranks_share(ranks: Any, kind: str, engine: str) ->
     for W, tp in (2, 2), (4, 2):
         tokens = (5, 0, 3, 4)[:W]
         ranks(W, layer, {"tokens": tokens, "tp": tp, "kind": kind, "engine": engine, "k": 3})
+
+
+def compiled_layer(engine: str) -> None:
+    """In one graph as eagerly, for several numbers of tokens and rows."""
+    group = resolve(None)
+    rank, W = group.rank, group.world_size
+
+    def run(
+        x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *parts: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        gate, up, down = parts
+        h, routing = weft.dispatch_grouped_matmul(
+            x, ids, (gate, up), activation="swiglu", keep_gathered=True
+        )
+        y = weft.grouped_matmul_combine(h, down, weights, routing)
+        # Those who bring their own matmul, and balance by the load.
+        again = weft.kernels.route(ids, 5)
+        rows = weft.kernels.dispatch(y[:, :K], again)
+        out = weft.kernels.grouped_matmul(rows, gate, again.ends)
+        return y, weft.kernels.combine(out, None, again) * again.load[0]
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in ((7, 5), (4, 9), (3, 2)):
+        told = Problem({"tokens": tokens}, W)
+        experts, _ = told.own(rank)
+        made = []
+        for call in (run, compiled):
+            leaves = [
+                t.detach().clone().requires_grad_()
+                for t in (
+                    told.xs[rank],
+                    told.weights[rank],
+                    *(each[experts] for each in (told.gate, told.up, told.down)),
+                )
+            ]
+            with weft.engine(engine):
+                results = call(leaves[0], told.ids[rank], *leaves[1:])
+                sum(y.square().sum() for y in results).backward()
+            made.append([*results, *(leaf.grad for leaf in leaves)])
+        for eager, traced in zip(*made, strict=True):
+            torch.testing.assert_close(traced, eager, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_in_a_graph_of_torch_compile(ranks: Any, engine: str) -> None:
+    ranks(2, compiled_layer, engine)
