@@ -34,6 +34,7 @@ FAST = {
     "kernels/heads": ["test_head_exchange.py::test_a_rank_without_heads"],
     "kernels/attention": ["test_flash_decode.py::test_caches_of_fp8"],
     "kernels/layers": ["test_parallel_linear.py::test_training_equals_one_process"],
+    "kernels/graphs": ["test_compile_pass.py::test_strict_tells_what_was_missed"],
     "kernels/compile": ["test_aot.py::test_an_unknown_arch_is_refused"],
     "dtensor": ["test_notation.py", "test_dtensor_api.py"],
     "dtensor/layout": ["test_layout.py"],

@@ -272,29 +272,48 @@ def append_to_cache(
             block_size, block_table,
         )  # fmt: skip
         return
-    check_all()
     group = alone() if shard is None else resolve(group)
-    if k.shape != v.shape or (v.dtype, v.device) != (k.dtype, k.device):
-        raise ValueError(
-            f"k and v must match, got {tuple(k.shape)} {k.dtype} on {k.device} and "
-            f"{tuple(v.shape)} {v.dtype} on {v.device}"
-        )
-    cache = checked_cache("k", k, k_cache, v_cache, lengths, shard, block_size, block_table, group)
     ranks = group.world_size if shard == "head" else 1
-    if k.shape[1] != k_cache.shape[1] * ranks:
-        raise ValueError(
-            f"k and v must hold the {k_cache.shape[1]} key heads of the caches of {ranks} ranks, "
-            f"got {tuple(k.shape)}"
+    given = k, v, k_cache, v_cache, lengths, block_table
+
+    def checked() -> tuple[int, int, int]:
+        if k.shape != v.shape or (v.dtype, v.device) != (k.dtype, k.device):
+            raise ValueError(
+                f"k and v must match, got {tuple(k.shape)} {k.dtype} on {k.device} and "
+                f"{tuple(v.shape)} {v.dtype} on {v.device}"
+            )
+        cache = checked_cache(
+            "k", k, k_cache, v_cache, lengths, shard, block_size, block_table, group
         )
+        if k.shape[1] != k_cache.shape[1] * ranks:
+            raise ValueError(
+                f"k and v must hold the {k_cache.shape[1]} key heads of the caches of {ranks} "
+                f"ranks, got {tuple(k.shape)}"
+            )
+        check_all()
+        return cache.block, cache.rank, cache.world_size
+
+    layouts = layouts_of(given) if isinstance(lengths, torch.Tensor) else ()  # an error follows
+    key = group, shard, block_size, layouts
+    cache = Cache(k_cache, v_cache, block_table, *_appends.of(key, checked))
     check_room(cache, lengths, group, "append_to_cache", k.shape[2])
     if ranks > 1:
         k, v = (x.chunk(ranks, 1)[group.rank] for x in (k, v))
-    if group.on_gpus(k.device) or settings.current_engine() == "triton":
-        from weft.kernels.flash import decode_kernel
-
-        decode_kernel.launch_append(k, v, cache, lengths)
-    else:
+    if not (group.on_gpus(k.device) or settings.current_engine() == "triton"):
         _append(k, v, cache, lengths)
+        return
+    from weft.kernels.flash import decode_kernel
+
+    def launched() -> tuple[()]:
+        decode_kernel.launch_append(k, v, cache, lengths)
+        return ()
+
+    # It has no use for the memory, but for what is kept there.
+    ws = workspace(alone(), channel=decode_kernel.CHANNEL, device=k.device)
+    ws.repeat(("append_to_cache", key), (k, v, *given[2:]), launched)
+
+
+_appends = Plans[tuple[int, int, int]](f"{__name__}._appends")
 
 
 def name_of(group: GroupLike, shard: Shard) -> str:

@@ -68,11 +68,11 @@ def announce(ws: Workspace, link: Link, peer: int, chunk: int, next_peer: int) -
 
 
 def _chunks(
-    shard: torch.Tensor, into: torch.Tensor, rows: int
+    shard: torch.Tensor, into: torch.Tensor, count: int, rows: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What is copied where, `rows` at a time; nothing of an empty shard."""
-    if len(shard) <= rows:
-        return [(shard, into)] * (len(shard) > 0)
+    """What of a shard of `count` rows is copied where, `rows` at a time."""
+    if count <= rows:
+        return [(shard, into)] * (count > 0)
     return [*zip(shard.split(rows), into.split(rows), strict=True)]
 
 
@@ -107,19 +107,21 @@ def fetching(
         intos = gathered.split(list(sizes))
         turn = 0
         for peer in ex.peers():
-            chunks = _chunks(ex.peer(peer, (sizes[peer], K), x.dtype), intos[peer], chunk_rows)
+            shard, size = ex.peer(peer, (sizes[peer], K), x.dtype), sizes[peer]
+            chunks = _chunks(shard, intos[peer], size, chunk_rows)
             if gathered_scales is not None:
                 factors = ex.peer(peer, (sizes[peer],), torch.float32, scales_at)
                 to_factors = gathered_scales.split(list(sizes))[peer]
-                scales = _chunks(factors, to_factors, chunk_rows)
+                scales = _chunks(factors, to_factors, size, chunk_rows)
             for chunk, (there, here) in enumerate(chunks):
                 with beside.stream(turn % STREAMS):
                     if turn < STREAMS:
                         announce(ws, link, ws.rank, 0, peer)
                     if gathered_scales is not None:
                         scales[chunk][1].copy_(scales[chunk][0])
+                    rows = min(chunk_rows, size - chunk * chunk_rows)
                     parts = 1 + turn if turn < STREAMS else 1
-                    for source, into in _chunks(there, here, -(-len(here) // parts)):
+                    for source, into in _chunks(there, here, rows, -(-rows // parts)):
                         into.copy_(source)
                     later = turn + STREAMS
                     following = order[later] if later < len(order) else peer
