@@ -95,7 +95,8 @@ def dispatch_config(
     copy_n = 512 * tiling.num_warps // dtype.itemsize
     copy_m = tiling.num_warps  # twice as many spill, as each row has a pointer of its own
     descriptors = chip.descriptors and dtype != torch.float32
-    return DispatchConfig(tiling, chip.programs, copy_programs, 32, copy_m, copy_n, descriptors)
+    programs = max(chip.programs, copy_programs + 1)
+    return DispatchConfig(tiling, programs, copy_programs, 32, copy_m, copy_n, descriptors)
 
 
 def numbers_offset(tokens: int, columns: int, dtype: torch.dtype) -> int:
