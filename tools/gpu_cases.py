@@ -33,7 +33,7 @@ from weft.bench.measure import deviation
 from weft.bench.suites.ops import TOLERANCE
 from weft.collectives.ranks.group import resolve
 from weft.dtensor import DeviceMesh, DTensor, Partial, Shard
-from weft.kernels import zigzag_sizes
+from weft.kernels import route, zigzag_sizes
 from weft.kernels.flash.geometry import to_zigzag
 from weft.kernels.matmul import copy_engines
 from weft.settings import Engine
@@ -281,6 +281,43 @@ def _decode(place: Place, *, shard: str) -> RankCall:
     return RankCall(inputs, op, oracle, 4e-2)
 
 
+def _experts(place: Place) -> RankCall:
+    """A mixture of two experts a rank: dispatch with SwiGLU, combine, and their gradients."""
+    W, T, K, N = place.world_size, 64, 256, 192
+    if place.small:
+        T, K, N = 5, 32, 24
+    E, own = 2 * W, slice(2 * place.rank, 2 * place.rank + 2)
+    ids = [place.drawn(700 + r, T, 2).abs().mul(8).long() % (E + 1) - 1 for r in range(W)]
+    routing = route(ids[place.rank], E)
+    xs = [[place.drawn(10 * i + r, T, K) for r in range(W)] for i in range(SETS)]
+    gates = [place.drawn(800 + r, T, 2, dtype=torch.float32) for r in range(W)]
+    gate, up = (place.drawn(900 + i, E, K, N) * K**-0.5 for i in (0, 1))
+    down = place.drawn(902, E, N, K) * N**-0.5
+    dys = [place.drawn(950 + r, T, K) for r in range(W)]
+
+    def op(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Tensors:
+        leaves = [t.detach().requires_grad_() for t in (x, gates[place.rank], gate, up, down)]
+        h, _ = weft.dispatch_grouped_matmul(leaves[0], routing, leaves[2:4], activation="swiglu")
+        y = weft.grouped_matmul_combine(h, leaves[4], leaves[1], routing)
+        return [y.detach(), *torch.autograd.grad(y, leaves, dys[place.rank])]
+
+    def oracle(i: int) -> Tensors:
+        leaves = [t.double().requires_grad_() for t in (*xs[i], *gates, gate, up, down)]
+        *rest, wide_gate, wide_up, wide_down = leaves
+        ys = []
+        for x, weights, chosen in zip(rest[:W], rest[W:], ids, strict=True):
+            h = torch.nn.functional.silu(x @ wide_gate) * (x @ wide_up)
+            share = torch.nn.functional.one_hot(chosen + 1, E + 1)[:, :, 1:] * weights[:, :, None]
+            ys.append(torch.einsum("ten,te->tn", (h @ wide_down).transpose(0, 1), share.sum(1)))
+        grads = torch.autograd.grad(ys, leaves, [dy.double() for dy in dys])
+        weights_own = [g[own] for g in grads[-3:]]
+        mine = [ys[place.rank].detach(), grads[place.rank], grads[W + place.rank]]
+        return [*mine, *weights_own]
+
+    inputs = [[each[place.rank], gate[own], up[own], down[own]] for each in xs]
+    return RankCall(inputs, op, oracle, 2 * TOLERANCE[torch.bfloat16])
+
+
 def _collective(place: Place, *, name: str) -> RankCall:
     """Of small integers, whose sums are exact in any order."""
     W, each = place.world_size, 96 if place.small else 3000
@@ -340,6 +377,7 @@ CALLS: dict[str, Callable[[Place], RankCall]] = {
     "matmul_all_reduce": partial(_sums, name="matmul_all_reduce", rows=512),
     "matmul_all_reduce-few": partial(_sums, name="matmul_all_reduce", rows=4),
     "norm": _norm,
+    "experts": _experts,
     "ring_attention": partial(_attention, name="ring_attention"),
     "ring_attention-host": partial(_attention, name="ring_attention", engine="host"),
     "ulysses_attention": partial(_attention, name="ulysses_attention"),

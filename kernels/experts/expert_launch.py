@@ -10,7 +10,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import triton
 import triton.language as tl
 
 from weft.collectives import Workspace, workspace
@@ -19,14 +18,22 @@ from weft.collectives.memory.workspace import check_room, link_of
 from weft.kernels.device import gathers
 from weft.kernels.device.operands import NO_SCALES, Matrix, Scales, described_rows, matrix
 from weft.kernels.device.outputs import Outputs
-from weft.kernels.engine.chips import INTERPRETER, Chip, Tiling, chip_of, tiling_for
+from weft.kernels.engine.chips import INTERPRETER, Chip, Tiling, chip_of
 from weft.kernels.engine.epilogues import Activation
-from weft.kernels.experts.combine_kernel import PushVariant, push_kernel, weigh_kernel
+from weft.kernels.experts.combine_kernel import (
+    CombineConfig,
+    PushVariant,
+    combine_config,
+    push_kernel,
+    weigh_kernel,
+)
 from weft.kernels.experts.dispatch_kernel import DispatchVariant, dispatch_kernel
 from weft.kernels.experts.expert_tiles import (
     RowTable,
+    aligned_sizes,
     check_table,
     described_experts,
+    expert_tiling,
     expert_weights,
     lanes_for,
 )
@@ -64,18 +71,22 @@ def dispatch_config(
     chip: Chip,
     *,
     experts: int = 1,
+    aligned: bool = True,
     pair: bool = False,
     keep_sums: bool = False,
 ) -> DispatchConfig:
     """The launch for `experts` of about `rows` rows each, and N columns of all weights.
 
     Args:
+        aligned: as in `expert_tiling`.
         pair: whether each output is made of two sums.
         keep_sums: whether the activation's arguments are wanted too.
     """
-    tiling = tiling_for(chip, rows, N, dtype, max(1, experts))
+    tiling = expert_tiling(chip, rows, N, dtype, experts, aligned)
     wide = tiling.block_m * tiling.block_n > 32 * 64 or dtype == torch.float32
-    if (pair and wide) or (keep_sums and dtype == torch.float32):  # else they spill
+    if (pair and (wide or not aligned)) or (
+        keep_sums and dtype == torch.float32
+    ):  # else they spill
         tiling = replace(tiling, block_n=max(16, tiling.block_n // 2))
     if chip is INTERPRETER:
         return DispatchConfig(tiling, chip.programs, 1, 16, 16, 32)
@@ -84,7 +95,8 @@ def dispatch_config(
     copy_n = 512 * tiling.num_warps // dtype.itemsize
     copy_m = tiling.num_warps  # twice as many spill, as each row has a pointer of its own
     descriptors = chip.descriptors and dtype != torch.float32
-    return DispatchConfig(tiling, chip.programs, copy_programs, 32, copy_m, copy_n, descriptors)
+    programs = max(chip.programs, copy_programs + 1)
+    return DispatchConfig(tiling, programs, copy_programs, 32, copy_m, copy_n, descriptors)
 
 
 def numbers_offset(tokens: int, columns: int, dtype: torch.dtype) -> int:
@@ -154,6 +166,7 @@ def launch_dispatch(
             W,
             chip_of(x.device),
             experts=E,
+            aligned=aligned_sizes(K, *Ns),
             pair=pair,
             keep_sums=keep_sums,
         )
@@ -213,37 +226,6 @@ def launch_dispatch(
     return Dispatched(rows, fetched, ys, sums)
 
 
-@dataclass(frozen=True)
-class CombineConfig:
-    """How the kernels of `combine_kernel` are launched; ranks may differ.
-
-    Attributes:
-        tiling: tiles of the matmul, or of what is pushed without one.
-        programs: grid of both kernels.
-        weigh_t, weigh_h: tokens and columns that are added up at a time.
-        descriptors: whether operands that allow it are read by tensor descriptor.
-    """
-
-    tiling: Tiling
-    programs: int
-    weigh_t: int
-    weigh_h: int
-    descriptors: bool = False
-
-
-def combine_config(
-    rows: int, H: int, dtype: torch.dtype, chip: Chip, *, experts: int = 1
-) -> CombineConfig:
-    """The launch for `experts` of about `rows` rows each, and H columns."""
-    tiling = tiling_for(chip, rows, H, dtype, max(1, experts))
-    if chip is INTERPRETER:
-        return CombineConfig(tiling, chip.programs, 4, 32)
-    weigh_h = min(triton.next_power_of_2(H), 256 * 16 // dtype.itemsize)
-    weigh_t = max(1, 256 // weigh_h)
-    descriptors = chip.descriptors and dtype != torch.float32
-    return CombineConfig(tiling, chip.programs, weigh_t, weigh_h, descriptors)
-
-
 def _pitch(H: int) -> int:
     """Elements from slot to slot."""
     return gathers.pitch_of(H) if H >= 16 else H
@@ -295,7 +277,9 @@ def launch_combine(
     wire = wire_dtype or h.dtype
     if config is None:
         expected = max(1, len(table.rows) * parts // (W * max(1, E)))
-        config = combine_config(expected, H, h.dtype, chip_of(h.device), experts=E)
+        aligned = aligned_sizes(H, *(x.shape[1] for x in hs if weights))
+        chip = chip_of(h.device)
+        config = combine_config(expected, H, h.dtype, chip, experts=E, aligned=aligned)
     needed = combine_bytes(max(tokens), k * parts, H, wire)
     check_room(ws, needed, "combine_bytes(max(tokens), k * parts, H, wire_dtype)")
     tiling, pitch, wired = config.tiling, _pitch(H), getattr(tl, str(wire).removeprefix("torch."))
@@ -388,8 +372,8 @@ def dispatched(
             tensor_parallel_size=tp,
         )
         assert made.rows is not None
-        fetched = [] if made.numbers is None else [made.numbers]
-        return [made.rows, *made.ys, *made.sums, *fetched]
+        pulled = [] if made.numbers is None else [made.numbers]
+        return [made.rows, *made.ys, *made.sums, *pulled]
 
     operands = [x, *weights, numbers, *table]
     key = op, *tokens, tp, activation, keep_sums, layouts_of(operands)

@@ -10,6 +10,7 @@ until there are no more tiles. Each has a lane for every expert.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ import triton.language as tl
 from weft.collectives.device import signals
 from weft.kernels.device import tiles
 from weft.kernels.device.operands import Matrix, described_weights
-from weft.kernels.engine.chips import Tiling
+from weft.kernels.engine.chips import INTERPRETER, Chip, Tiling, tiling_for
 
 
 class RowTable(NamedTuple):
@@ -129,6 +130,23 @@ def place_of(expert, K, N, start_n, w_desc, TRANSPOSED: tl.constexpr):
         else:
             row = expert * K
     return row, column
+
+
+def expert_tiling(
+    chip: Chip, rows: int, N: int, dtype: torch.dtype, experts: int, aligned: bool
+) -> Tiling:
+    """Tiles for (rows, N) of each of `experts`; `aligned`: all sizes are multiples of 16."""
+    tiling = tiling_for(chip, rows, N, dtype, max(1, experts))
+    if aligned or chip is INTERPRETER:
+        return tiling
+    # Addresses of single numbers spill up to 1,048 bytes beside wide tiles.
+    m, n, warps = min(tiling.block_m, 64), min(tiling.block_n, 64), min(tiling.num_warps, 4)
+    return replace(tiling, block_m=m, block_n=n, num_warps=warps)
+
+
+def aligned_sizes(*sizes: int) -> bool:
+    """Whether rows of these lengths begin at whole words."""
+    return all(size % 16 == 0 for size in sizes)
 
 
 def lanes_for(experts: int) -> int:

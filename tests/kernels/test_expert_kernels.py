@@ -19,7 +19,7 @@ from torch.nn import functional
 from weft import sim
 from weft.collectives import workspace
 from weft.kernels.engine.chips import INTERPRETER
-from weft.kernels.experts import contract_grouped_kernel, expert_launch
+from weft.kernels.experts import combine_kernel, contract_grouped_kernel, expert_launch
 
 pytestmark = needs_interpreter
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -192,7 +192,7 @@ def combining(count: int) -> None:
         # Padding has weights that must not count.
         gates = [normal(t, told.k, seed=50 + r) for r, t in enumerate(told.tokens)]
         gate = gates[rank].masked_fill(told.ids[rank] < 0, float("nan"))
-        config = expert_launch.combine_config(16, H, dtype, INTERPRETER)
+        config = combine_kernel.combine_config(16, H, dtype, INTERPRETER)
         config = replace(config, programs=1 + index % 3, descriptors=index // 2 % 2 == 1)
         wire = torch.float32 if told.tp > 1 or index % 2 else None
         late(index, rank, W)

@@ -173,6 +173,8 @@ def test_a_layer_against_a_loop_over_tokens(ranks: Any, name: str, engine: str) 
 @pytest.mark.parametrize("kind", ["random", "padding", "none"])
 def test_experts_that_several_ranks_share(ranks: Any, kind: str, engine: str) -> None:
     for W, tp in (2, 2), (4, 2):
+        if engine == "triton" and (W, kind) == (4, "random"):
+            continue  # interpreted it takes long
         tokens = (5, 0, 3, 4)[:W]
         ranks(W, layer, {"tokens": tokens, "tp": tp, "kind": kind, "engine": engine, "k": 3})
 
