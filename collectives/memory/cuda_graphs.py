@@ -34,6 +34,8 @@ class CudaGraph:
     def __init__(self, fn: Callable[..., Any], sample: Sequence[Any], warmup: int) -> None:
         tensors = [x for x in sample if isinstance(x, torch.Tensor)]
         devices = {x.device for x in tensors}
+        if not sample:
+            devices = {torch.device("cuda", torch.cuda.current_device())}
         self._name = f"the CUDA graph of {getattr(fn, '__qualname__', type(fn).__name__)}"
         if [device.type for device in devices] != ["cuda"]:
             raise ValueError(
@@ -132,14 +134,15 @@ def cuda_graph(fn: Callable[..., Any], *sample: Any, warmup: int = 2) -> CudaGra
             gathered, it passes `sizes=`. What it holds itself (weights, caches) is used in place,
             by the runs before the capture too.
         sample: arguments, of which the tensors, on one GPU, are copied: replays take others of the
-            same shape and dtype. What is no tensor stays as it is.
+            same shape and dtype. What is no tensor stays as it is. Without any, it is captured on
+            the current GPU, and reads what it holds.
         warmup: how many times `fn` runs before it is captured.
 
     Returns:
         `graph(*args)`: returns the same tensors each time, overwritten.
 
     Raises:
-        ValueError: no tensor on one GPU is given, or results require a gradient.
+        ValueError: the tensors are not on one GPU, or results require a gradient.
         RuntimeError: `fn` does what cannot be captured.
 
     Example:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -158,9 +159,9 @@ def _planned(
         dtype=q.dtype,
         moved_bytes=moved * k.element_size(),
         refusal="" if W <= _MOST_RANKS else f"a ring has at most {_MOST_RANKS} ranks, got {W}",
-        host_refusal=(refused := _host_refusal(q, scale, geometry)),
+        host_refusal=_host_refusal(q, scale, geometry),
         kernel_refusal=too_wide(D, _WIDEST) if group.on_gpus(q.device) else "",
-        attention=None if refused else _work(q, group, op, geometry),
+        attention=_work(q, group, op, geometry),
     )
     return AttentionPlan(op, group, geometry, scale, choose(problem, group, q.device), told)
 
@@ -176,22 +177,23 @@ def _host_refusal(q: torch.Tensor, scale: float, geometry: Geometry) -> str:
 
 
 def _work(q: torch.Tensor, group: Group, op: str, geometry: Geometry) -> AttentionWork | None:
-    """What a library's kernels are priced by, on GPUs; None of many packed documents, each of
-    which takes calls of its own.
-    """
-    W, sees = group.world_size, geometry.sees
-    if q.device.type == "cpu" or sees.documents is not None:
+    """What attention on GPUs is priced by."""
+    if not group.on_gpus(q.device):
         return None
-    queries, by_head = sum(geometry.q_sizes), op == "ulysses_attention"
+    W, sees, by_head = group.world_size, geometry.sees, op == "ulysses_attention"
+    queries, keys = sum(geometry.q_sizes), sum(geometry.k_sizes)
+    ends = sees.documents or (0, keys)
+    alike = sum((end - start) ** 2 for start, end in pairwise(ends)) // max(keys, 1)
     return AttentionWork(
         batch=q.shape[0],
         heads=-(-q.shape[1] // W) if by_head else q.shape[1],
         head_dim=q.shape[3],
         queries=queries if by_head else -(-queries // W),
-        keys=sum(geometry.k_sizes),
+        keys=keys,
+        seen=max(1, min(alike, sees.before + sees.after + 1)),
         parts=1 if by_head else W,
-        causal=sees.after == 0,
-        masked=sees.after < UNBOUNDED,
+        documents=-(-(len(ends) - 1) // (1 if by_head else W)),
+        causal=sees.after == 0 and sees.before >= queries - 1,
     )
 
 

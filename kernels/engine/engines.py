@@ -41,7 +41,7 @@ class Problem:
         refusal: why no fused engine can run the call; empty if one can.
         host_refusal, kernel_refusal: why that engine cannot; empty if it can.
         wire_dtype: in which partial sums are asked to travel; None: as each engine does by itself.
-        attention: what it is to a library's kernels, where the host engine calls those on GPUs.
+        attention: what it attends to, on GPUs.
     """
 
     op: str
@@ -161,9 +161,9 @@ def _cheapest(problem: Problem, group: Group, device: torch.device) -> tuple[Run
         return fused if problem.host_refusal else "host", f"one rank{without}"
     prices = predict(problem, group, device)
     # On GPUs the host engine of matmuls is for what the kernel cannot do: in virtual time it is
-    # slower.
-    best_of = (fused, "generic", *(("host",) if problem.attention else ()))
-    offered = [engine for engine in prices if engine in best_of]
+    # slower. Ranks that stand for GPUs do not have the library's attention.
+    by_library = problem.attention is not None and group.virtual is None
+    offered = [engine for engine in prices if engine != "host" or fused == "host" or by_library]
     best = min(offered, key=lambda engine: prices[engine].score)
     return best, f"{_compared(best, prices)}{without}"
 
@@ -248,10 +248,10 @@ def _attention(
     device: torch.device,
     rates: cost.Machine,
 ) -> dict[RunnableEngine, Price]:
-    """Forward, by a library's attention."""
+    """Forward, by the rates of a library's attention."""
     W, sync, chip = group.world_size, rates.sync_us, hardware_of(group, device)
-    times, moved = fused_times.attention_times(work, chip), _moved(rates, problem.moved_bytes)
-    how = f"{work.queries} queries, {work.keys} keys"
+    times = fused_times.attention_times(work, chip, fused_times.name_of(problem.dtype))
+    moved, how = _moved(rates, problem.moved_bytes), f"{work.queries} queries, {work.seen} keys"
     kernel = Part("attention", times.fused, f"{how} at {kernel_rates.ATTENTION:.0%} of a library")
     start = Part("signals", 2 * sync, f"2 of {sync:.3g} us")
     fused = max(kernel.us, moved.us) + start.us
@@ -261,16 +261,18 @@ def _attention(
     if work.parts == 1:  # whose heads must all have come
         us = parts.us + moved.us + 4 * W * sync
         host = Price(us, us, (parts, moved, host.parts[-1]))
-    masked = ", under a mask" if work.masked else ""
-    gathered = Part("attention", times.gathered, f"{how} by the library{masked}")
+    gathered = Part("attention", times.gathered, f"{how} of {work.keys}, by the library")
     apart = (gathered, *_by_process_group(problem, rates).parts[1:])
     us = sum(part.us for part in apart)
     rule = "the longer of attention and transfers, then the rest"
-    return {
+    prices: dict[RunnableEngine, Price] = {
         "triton": Price(fused, fused, (kernel, moved, start), rule),
         "host": host,
         "generic": Price(us, us, apart),
     }
+    if problem.host_refusal:
+        del prices["host"]
+    return prices
 
 
 def _by_copies(matmul: Part, moved: Part, W: int, sync: float) -> Price:

@@ -245,13 +245,13 @@ def sent_bytes(
 
 
 class AttentionWork(NamedTuple):
-    """What a rank attends to, in a call that a library's kernels can make.
+    """What a rank attends to.
 
     Attributes:
         queries, keys: its own queries, and all keys.
+        seen: keys that a query sees, where `causal` the last one; half as many on the average.
         parts: in which the keys arrive.
-        causal: half of them are seen, on the average.
-        masked: some queries do not see all keys.
+        documents: packed ones with queries here.
     """
 
     batch: int
@@ -259,14 +259,15 @@ class AttentionWork(NamedTuple):
     head_dim: int
     queries: int
     keys: int
+    seen: int
     parts: int
+    documents: int
     causal: bool
-    masked: bool
 
 
 class AttentionTimes(NamedTuple):
     """us of one forward: of weft's kernel; of a library's on each part, and of merging these; of a
-    library's on all keys, under an explicit mask if there is any.
+    library's on all keys, under an explicit mask if not all are seen.
     """
 
     fused: float
@@ -275,15 +276,19 @@ class AttentionTimes(NamedTuple):
     gathered: float
 
 
-_MERGE_BYTES = 10  # that merging a part passes over for an element of the output
+# Bytes that merging a part passes over for an element of the output, and what the host takes to
+# enqueue a library's attention and a merge, an estimate.
+_MERGE_BYTES, _CALL_HOST_US = 10, 40.0
 
 
-def attention_times(work: AttentionWork, chip: Hardware) -> AttentionTimes:
+def attention_times(work: AttentionWork, chip: Hardware, dtype: str) -> AttentionTimes:
     """By the rates of FlashAttention-2, or where torch has cuDNN in its place, of that."""
     own: library.Attention = "cuDNN" if chip.chip in ("sm_90", "sm_100") else "FA2"
+    half = chip.flops["bfloat16"]  # that the library's rates are of
+    slower = half / chip.flops.get(dtype, half)
 
     def us(keys: int, *, causal: bool, kind: library.Attention = own) -> float:
-        return library.attention_us(
+        return slower * library.attention_us(
             chip,
             kind,
             batch=work.batch,
@@ -294,15 +299,18 @@ def attention_times(work: AttentionWork, chip: Hardware) -> AttentionTimes:
             causal=causal,
         )
 
-    whole, later = us(work.keys, causal=work.causal), 0.5 if work.causal else 1.0
-    others, part = (work.parts - 1) * later, -(-work.keys // work.parts)
+    whole, part = us(work.seen, causal=work.causal), min(-(-work.keys // work.parts), work.seen)
+    others = (work.seen / max(part, 1) - 1) * (0.5 if work.causal else 1.0)
     elements = work.batch * work.queries * work.heads * work.head_dim
     merge = chip.launch_us + library.moved_us(chip, _MERGE_BYTES * elements)
+    parts = us(part, causal=work.causal) + others * us(part, causal=False)
     return AttentionTimes(
         whole / kernel_rates.ATTENTION,
-        us(part, causal=work.causal) + others * us(part, causal=False),
+        max(parts, (work.parts + work.documents - 1) * _CALL_HOST_US),
         others * merge,
-        us(work.keys, causal=False, kind="masked") if work.masked else whole,
+        whole
+        if work.seen == work.keys and not work.causal
+        else us(work.keys, causal=False, kind="masked"),
     )
 
 

@@ -388,7 +388,8 @@ def dispatched(
             tensor_parallel_size=tp,
         )
         assert made.rows is not None
-        return [made.rows, *made.ys, *made.sums, *([] if numbers is None else [made.numbers])]
+        fetched = [] if made.numbers is None else [made.numbers]
+        return [made.rows, *made.ys, *made.sums, *fetched]
 
     operands = [x, *weights, numbers, *table]
     key = op, *tokens, tp, activation, keep_sums, layouts_of(operands)

@@ -23,7 +23,7 @@ _CUDA = torch.cuda
 
 
 class Tensor(torch.Tensor):
-    device = GPU  # type: ignore[assignment]
+    device = GPU
 
 
 class Graph(TorchDispatchMode):
@@ -100,6 +100,13 @@ def test_replays_are_calls_with_other_values(graphs: GraphGpu) -> None:
     assert [str(call.args[1]) for call in checked.call_args_list] == ["the CUDA graph of step"] * 2
 
 
+def test_what_a_function_holds_is_read_again(graphs: GraphGpu) -> None:
+    held = on_it(1)
+    graph = weft.cuda_graph(lambda: step(held))
+    held.fill_(4)
+    assert graph().tolist() == [9]
+
+
 def test_replays_come_after_calls_in_other_streams(graphs: GraphGpu) -> None:
     graph = weft.cuda_graph(step, on_it(1))
     assert graphs.log[0] == "side waits for first" and graphs.log[-1] == "first waits for side"
@@ -114,7 +121,7 @@ def test_replays_come_after_calls_in_other_streams(graphs: GraphGpu) -> None:
 
 
 def test_what_does_not_fit_is_told(graphs: GraphGpu) -> None:
-    for sample in ((torch.ones(2),), (3.0,), ()):
+    for sample in ((torch.ones(2),), (3.0,), (on_it(1), torch.ones(2))):
         with pytest.raises(ValueError, match="on a CPU, call the function itself"):
             weft.cuda_graph(step, *sample)
     with pytest.raises(ValueError, match="warmup must be at least 1"):

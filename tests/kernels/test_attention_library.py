@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
+from weft import sim
 from weft.collectives import Group, cost
 from weft.collectives.prices.hardware import H100
 from weft.kernels.attention import host, library, plan
@@ -141,7 +142,7 @@ def run_cases(cases: list[dict[str, Any]], attention: Any = weft.ring_attention)
 
 
 @needs_interpreter
-@pytest.mark.parametrize("W", [1, 2, 3])
+@pytest.mark.parametrize("W", [1, 2, 3, pytest.param(4, marks=pytest.mark.sweep)])
 def test_random_shapes(ranks: Any, W: int) -> None:
     ranks(W, run_cases, library_cases(W, 12))
 
@@ -324,8 +325,10 @@ def test_what_is_refused(chip: str, changes: dict[str, Any], why: str) -> None:
     assert masks == ("window" in why), "torch's kernels on GPUs take no mask"
 
 
-def planned(n: int, before: int = UNBOUNDED, W: int = 8) -> tuple[plan.AttentionPlan, str]:
-    """A ring's plan on 8 H100, n tokens a rank, and why its engine was taken."""
+def planned(
+    n: int, before: int = UNBOUNDED, W: int = 8, op: str = "ring_attention", packed: bool = False
+) -> tuple[plan.AttentionPlan, str]:
+    """A plan on 8 H100, n tokens a rank, and why its engine was taken."""
     group, sizes = Group(None, 0, W, tuple(range(W)), ()), (n,) * W
     with (
         pretended("sm_90"),
@@ -334,8 +337,9 @@ def planned(n: int, before: int = UNBOUNDED, W: int = 8) -> tuple[plan.Attention
         weft.settings.explaining() as decisions,
     ):
         q, k = on_gpu(1, 32, n, 128), on_gpu(1, 8, n, 128)
-        question = plan._Question((before, 0, None), 0.1, ())
-        call = plan._planned(q, k, group, "ring_attention", "zigzag", question, sizes, sizes)
+        documents = tuple(range(0, W * n + 1, 64)) if packed else None
+        question = plan._Question((before, 0, documents), 0.1, ())
+        call = plan._planned(q, k, group, op, "contiguous", question, sizes, sizes)
     return call, decisions[0].why
 
 
@@ -347,8 +351,23 @@ def test_auto_takes_the_library_for_long_sequences() -> None:
     window, why = planned(8192, before=4096)
     assert window.engine == "triton"
     assert why.endswith("; not host: torch's attention on GPUs has no window to the left")
+    assert planned(8192, packed=True)[0].engine == "triton", "its documents have calls of their own"
+    assert planned(2048, W=2, before=4096)[0].engine == "host", "which is no window"
     alone, why = planned(128, W=1)
     assert (alone.engine, why) == ("host", "one rank")
+    for n, engine in ((8192, "host"), (64, "triton")):
+        assert planned(n, op="ulysses_attention")[0].engine == engine
+
+
+def test_ranks_that_stand_for_gpus_have_no_library() -> None:
+    """Nor does virtual time know what its kernels take."""
+
+    def body(rank: int) -> str:
+        q, k = (torch.zeros(1).bfloat16().expand(1, H, 8192, 128) for H in (32, 8))
+        options = plan.AttentionOptions(causal=True, sizes=(8192, 8192))
+        return plan.plan_attention(q, k, k, None, options).engine
+
+    assert list(sim.run(2, body, hardware="h100", numerics=False)) == ["triton"] * 2
 
 
 class Stream:

@@ -222,18 +222,20 @@ def graph_body(engine: weft.settings.Engine) -> None:
     x = torch.zeros(64, 128, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(128, 256, device="cuda", dtype=torch.bfloat16)
 
-    def forward() -> torch.Tensor:
+    def forward(x: torch.Tensor = x) -> torch.Tensor:
         h = weft.all_gather_matmul(x, w, sizes=[64] * world_size)
         return weft.matmul_reduce_scatter(h, w.t())
 
     with weft.engine(engine):
         graph, y = captured(forward)
+        ours = weft.cuda_graph(forward, x)
         for seed in range(4):
             torch.manual_seed(10 * seed + rank)
             x.copy_(torch.randn_like(x))
             graph.replay()
             replayed = y.clone()
             assert torch.equal(replayed, forward())
+            assert torch.equal(ours(x), replayed)
 
 
 @pytest.mark.parametrize("engine", ["triton", "host"])

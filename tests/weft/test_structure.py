@@ -59,6 +59,7 @@ LEVELS = {
         rules
         fused
         api debug experimental
+        expert_parallel
         interop parallel
         plans
         .
