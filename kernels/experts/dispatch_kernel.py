@@ -140,7 +140,8 @@ def _tile_rows(call, tile, came, V: tl.constexpr):
 @triton.jit
 def _make_tile(call, tile, came, V: tl.constexpr):
     """Multiply the rows of an ExpertTile when they are there, and store what is made of them."""
-    PAIR: tl.constexpr = V.activation == "swiglu"
+    ACTIVATION: tl.constexpr = V.activation
+    PAIR: tl.constexpr = ACTIVATION == "swiglu"
     OUTPUTS: tl.constexpr = V.outputs
     TILES: tl.constexpr = V.tiles
     rows, came = _tile_rows(call, tile, came, V)
@@ -179,7 +180,7 @@ def _make_tile(call, tile, came, V: tl.constexpr):
                 False,
                 V.w_transposed,
             )
-            finish_tile(call.out, acc, second, rows, start_n, N, i, V.activation)
+            finish_tile(call.out, acc, second, rows, start_n, N, i, ACTIVATION)
         tile_n -= tiles.cdiv(N, TILES.block_n)
 
 
