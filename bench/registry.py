@@ -20,6 +20,7 @@ SUITES = {
     "redistribute": "bytes, steps and time between all pairs of layouts, beside torch's",
     "loss": "cross-entropy of logits cut by vocabulary, and its gradient",
     "layers": "feed-forward and attention blocks of published models, a training step",
+    "experts": "a mixture of experts' training step, beside all_to_all and a loop of matmuls",
     "attention": "ring, Ulysses and decode, beside torch's ring and gather + attention",
     "scaling": "the fused ops on 2 to 72 virtual ranks of other chips: virtual time",
     "model": "the training step of weft demo's Llama, beside torch's DTensor",

@@ -32,14 +32,17 @@ from weft.collectives.collective_ops import (
     broadcast,
     reduce_scatter,
 )
+from weft.collectives.memory.cuda_graphs import CudaGraph, cuda_graph
 from weft.collectives.memory.exchange import Exchange, agree, exchange
-from weft.collectives.memory.symmetric import SymmetricBuffer, empty, wait_seconds
+from weft.collectives.memory.symmetric import SymmetricBuffer, empty
+from weft.collectives.memory.waiter import wait_seconds
 from weft.collectives.memory.workspace import Workspace, check_peers, close, workspace
 from weft.collectives.ranks.caches import caches
 from weft.collectives.ranks.chunks import chunk_sizes
 from weft.collectives.ranks.group import Group, ranks_group, resolve, spanning_group
 
 __all__ = [
+    "CudaGraph",
     "Exchange",
     "Group",
     "SymmetricBuffer",
@@ -54,6 +57,7 @@ __all__ = [
     "check_peers",
     "chunk_sizes",
     "close",
+    "cuda_graph",
     "empty",
     "exchange",
     "ranks_group",

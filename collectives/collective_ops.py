@@ -7,8 +7,7 @@ once at the end, so that results are bitwise the same from run to run and from r
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from operator import index
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast, get_args
 
@@ -16,19 +15,15 @@ import torch
 import torch.distributed as dist
 
 from weft.collectives import movement
-from weft.collectives.memory.exchange import agree, check_call, exchange
-from weft.collectives.movement import ReduceOp
+from weft.collectives.memory.checks import check_call
+from weft.collectives.memory.exchange import exchange
+from weft.collectives.process_groups import REDUCIBLE, ReduceOp, by_group
 from weft.collectives.ranks.chunks import chunk_sizes
 from weft.collectives.ranks.flight import call_of
-from weft.collectives.ranks.group import (
-    Group,
-    GroupLike,
-    group_name,
-    is_call_traced,
-    moves_gpu_tensors,
-    resolve,
-)
+from weft.collectives.ranks.group import Group, GroupLike, group_name, moves_gpu_tensors, resolve
 from weft.collectives.ranks.reports import check_all
+from weft.collectives.ranks.traced import is_call_traced
+from weft.collectives.sizes import known_sizes, plain_sizes
 from weft.errors import MismatchError, PeerTimeout
 
 
@@ -70,69 +65,6 @@ def all_gather(
         movement.gather(_in_front(x, dim), group, lengths, _in_front(out, dim), dim=dim)
         return out
     return _put_back(_apply(_AllGather, _in_front(x, dim), group, lengths, dim), dim)
-
-
-def known_sizes(
-    x: torch.Tensor,
-    group: Group,
-    dim: int,
-    sizes: Sequence[int] | None,
-    op: str = "all_gather",
-    *more: Hashable,
-) -> list[int]:
-    """Lengths of all ranks' shards of `x` along `dim`: `sizes`, checked, or exchanged.
-
-    Args:
-        more: what else must be the same on every rank.
-
-    Raises:
-        ValueError: `sizes` does not have one length for each rank, or this rank's is another.
-    """
-    told = (*x.shape[:dim], "*", *x.shape[dim + 1 :]), x.dtype, ("dim", dim), *more
-
-    def call() -> str:
-        return f"{op} of {told}" + ("" if sizes is None else f", {list(sizes)}")
-
-    check_call(group, call)
-    if sizes is None:
-        if group.why:
-            return group.gather_objects(x.shape[dim], call())
-        return agree(group, op, x.shape[dim], told)
-    check_sizes("sizes", sizes, group, dim, x.shape[dim])
-    return _plain_sizes(sizes)
-
-
-def _plain_sizes(sizes: Sequence[int]) -> list[int]:
-    """Those of numpy or a tensor as Python's integers, as addresses are computed with them."""
-    return [*map(index, sizes)]
-
-
-def check_sizes(name: str, sizes: Sequence[int], group: Group, dim: int, length: int) -> None:
-    """Raise ValueError unless `sizes` has a length for each rank, `length` for this one."""
-    if len(sizes) != group.world_size or sizes[group.rank] != length:
-        raise ValueError(
-            f"{name} holds the length of every rank's shard along dim {dim}: got {list(sizes)} for "
-            f"{group.world_size} ranks, with {length} here (rank {group.rank})"
-        )
-
-
-def even_sizes(
-    x: torch.Tensor, group: GroupLike, dim: int, sizes: Sequence[int] | None
-) -> list[int]:
-    """`sizes`; if None, the common length that a traced graph assumed, after checking it.
-
-    Raises:
-        ValueError: on every rank, if the lengths differ.
-    """
-    if sizes is not None:
-        return list(sizes)
-    lengths = known_sizes(x, resolve(group), dim, None)
-    if len(set(lengths)) > 1:
-        raise ValueError(
-            f"a traced graph assumes shards of equal length unless it is given sizes=: along dim "
-            f"{dim} they have lengths {lengths}"
-        )
-    return lengths
 
 
 class _AllGather(torch.autograd.Function):
@@ -185,7 +117,7 @@ def reduce_scatter(
     group = resolve(group)
     dim = _checked_dim(x, dim)
     _check_reduce_op(x, reduce_op)
-    lengths = chunk_sizes(x.shape[dim], group.world_size) if sizes is None else _plain_sizes(sizes)
+    lengths = chunk_sizes(x.shape[dim], group.world_size) if sizes is None else plain_sizes(sizes)
     check_call(
         group,
         lambda: (
@@ -314,7 +246,7 @@ def all_to_all(
             given = [x.shape[0] // world_size] * world_size
         if len(given) != world_size or min(given) < 0:
             raise ValueError(f"{name}_split_sizes must be {world_size} sizes, got {list(given)}")
-        splits.append(_plain_sizes(given))
+        splits.append(plain_sizes(given))
     if sum(splits[0]) != x.shape[0]:
         raise ValueError(f"input_split_sizes={splits[0]} must add up to the {x.shape[0]} rows of x")
     if world_size == 1 and splits[0] != splits[1]:  # several ranks compare them
@@ -414,7 +346,7 @@ def barrier(group: GroupLike = None) -> None:
     check_all()
     if group.why:
         noted = group.calls.begin(call_of("barrier", ()))
-        movement.by_group(dist.barrier, group, moves_gpu_tensors(group.pg))
+        by_group(dist.barrier, group, moves_gpu_tensors(group.pg))
         group.calls.end(noted)
     elif group.world_size > 1:
         waits = exchange(group, 0, "barrier")
@@ -478,7 +410,7 @@ _REDUCE_OPS: tuple[str, ...] = get_args(ReduceOp)
 def _check_reduce_op(x: torch.Tensor, op: str) -> None:
     if op not in _REDUCE_OPS:
         raise ValueError(f"reduce_op must be one of {', '.join(_REDUCE_OPS)}, got {op!r}")
-    if x.dtype not in movement.REDUCIBLE or (x.is_complex() and op in ("max", "min")):
+    if x.dtype not in REDUCIBLE or (x.is_complex() and op in ("max", "min")):
         raise ValueError(f"{x.dtype} has no reduction by {op!r}: x must be of another dtype")
     if op == "avg" and not (x.is_floating_point() or x.is_complex()):
         raise ValueError(f"an average needs a floating dtype, got {x.dtype}: sum, then divide")

@@ -32,6 +32,7 @@ import torch
 from weft.collectives import collective_ops
 from weft.collectives.ranks.chunks import chunk_sizes
 from weft.collectives.ranks.group import process_group
+from weft.collectives.sizes import even_sizes
 
 _library = torch.library.Library("weft", "FRAGMENT")
 _ops: Any = torch.ops.weft
@@ -142,11 +143,34 @@ def resized(x: torch.Tensor, dim: int, length: Any) -> list[Any]:
     return shape
 
 
+def needed(
+    grads: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor | None], needs: list[bool]
+) -> list[torch.Tensor]:
+    """The gradients that are needed, each in the memory layout that `needed_fake` promises."""
+    needed = []
+    for grad, of, need in zip(grads, like, needs, strict=True):
+        if need and grad is not None and of is not None:
+            laid_out = torch.empty_like(of)
+            same = grad.stride() == laid_out.stride()
+            needed.append(grad if same else laid_out.copy_(grad))
+    return needed
+
+
+def needed_fake(like: Sequence[torch.Tensor], needs: list[bool]) -> list[torch.Tensor]:
+    return [torch.empty_like(of) for of, need in zip(like, needs, strict=True) if need]
+
+
+def spread(computed: Sequence[torch.Tensor], needs: list[bool]) -> list[torch.Tensor | None]:
+    """The gradients that `needed` returned, with None for the others."""
+    left = iter(computed)
+    return [next(left) if need else None for need in needs]
+
+
 def _all_gather(
     x: torch.Tensor, group_name: str, dim: int = 0, sizes: list[int] | None = None
 ) -> torch.Tensor:
     return collective_ops.all_gather(
-        x, group_name, dim=dim, sizes=collective_ops.even_sizes(x, group_name, dim, sizes)
+        x, group_name, dim=dim, sizes=even_sizes(x, group_name, dim, sizes)
     )
 
 

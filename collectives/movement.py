@@ -10,8 +10,7 @@ copied is read straight from the peers' memory where the system allows it (see `
 symmetric memory does not reach, and on GPUs, the process group does it.
 
 Each function works along dim 0 and takes `given`, a tensor for the result, or None for a new one,
-and what else is to be `told` to the other ranks: see `exchange`. A process group adds half
-precision `as_is`, rounding at every step for half the bytes, only where that is asked for.
+and what else is to be `told` to the other ranks: see `exchange`; `as_is`: see `process_groups`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import reduce
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -27,33 +25,20 @@ import torch
 import torch.distributed as dist
 
 from weft import settings
+from weft.collectives import process_groups
 from weft.collectives.memory import direct
 from weft.collectives.memory.exchange import Exchange, agree, exchange
 from weft.collectives.memory.workspace import workspace
+from weft.collectives.process_groups import ReduceOp, by_group, sendable
 from weft.collectives.profiled import profiled
-from weft.collectives.ranks.bounds import finish
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
 from weft.collectives.ranks.flight import GENERIC, Call, call_of
 from weft.collectives.ranks.group import Group
 from weft.collectives.ranks.reports import check_all
 from weft.errors import MismatchError
 
-ReduceOp = Literal["sum", "avg", "max", "min", "product"]
-
-# What torch adds up.
-REDUCIBLE = frozenset({
-    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128,
-    torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool,
-})  # fmt: skip
-
 _WINDOW_BYTES = 1 << 20  # half of the smallest L2 cache in use; see `weft bench collectives`
 _DIRECT_BYTES = 256 << 10  # from this size on, saving a copy is worth a second synchronization
-_DIST_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "product": dist.ReduceOp.PRODUCT,
-}
 
 
 @profiled("all_gather")
@@ -83,7 +68,7 @@ def _gather_into(
     nbytes = widest * x.element_size()
     way = _way("all_gather", group, x, nbytes, call)
     if way == "generic":
-        _process_group_gather(out.split(sizes), x, group)
+        process_groups.gather(out.split(sizes), x, group)
         return
     if way == "triton":
         with _kernels("all_gather", group, call, x, nbytes) as (kernels, ws, config):
@@ -146,7 +131,7 @@ def _scatter_into(
     nbytes = max(numels) * x.element_size()
     way = _way("reduce_scatter", group, x, nbytes, call)
     if way == "generic":
-        out.copy_(_process_group_scatter(x, group, sizes, op, as_is))
+        out.copy_(process_groups.scatter(x, group, sizes, op, as_is))
         return
     if way == "triton":
         with _kernels("reduce_scatter", group, call, x, nbytes) as (kernels, ws, config):
@@ -232,7 +217,7 @@ def _all_reduce_into(
     nbytes = x.numel() * x.element_size()
     way = _way("all_reduce", group, x, nbytes, call)
     if way == "generic":
-        out.copy_(_process_group_reduce(x, group, op, as_is))
+        out.copy_(process_groups.all_reduce(x, group, op, as_is))
         return
     if way == "triton":
         if op == "sum" and settings.multimem() and _added_by_switch(out, x, group, call):
@@ -580,100 +565,3 @@ def _windows(numel: int, dtype: torch.dtype, share: int = 1) -> list[tuple[int, 
         return [(0, numel)] if numel else []
     edges = [numel * i // count for i in range(count + 1)]
     return list(pairwise(edges))
-
-
-def sendable(x: torch.Tensor) -> torch.Tensor:
-    """x as process groups take it: as bytes if they do not support its dtype."""
-    if x.dtype in REDUCIBLE and x.dtype != torch.int16:
-        return x
-    return x.unsqueeze(-1).view(torch.uint8)
-
-
-def by_group(call: Callable[..., Any], group: Group, on_gpu: bool, *args: Any) -> None:
-    """Have the process group make a call of torch.distributed, within our bound.
-
-    On a GPU it is the stream that waits, as long as NCCL does.
-    """
-    if group.virtual or on_gpu:
-        call(*args, group=group.pg)
-    else:
-        op = group.calls.under_way() or call.__name__
-        finish(group, op, call(*args, group=group.pg, async_op=True))
-
-
-def _process_group_gather(parts: Sequence[torch.Tensor], x: torch.Tensor, group: Group) -> None:
-    parts, x = [sendable(part) for part in parts], sendable(x)
-    # Gloo takes equal sizes only, so shorter shards are padded.
-    longest = max(len(part) for part in parts)
-    even = all(len(part) == longest for part in parts)
-    padded = x if even else x.new_zeros((longest, *x.shape[1:]))
-    if not even:
-        padded[: len(x)] = x
-    received = list(parts) if even else [torch.empty_like(padded) for _ in parts]
-    by_group(dist.all_gather, group, x.is_cuda, received, padded)
-    if not even:
-        for part, shard in zip(parts, received, strict=True):
-            part.copy_(shard[: len(part)])
-
-
-def _process_group_reduce(x: torch.Tensor, group: Group, op: ReduceOp, as_is: bool) -> torch.Tensor:
-    if x.is_complex() and op == "product":  # which torch refuses to reduce
-        factors = [torch.empty_like(x) for _ in range(group.world_size)]
-        by_group(dist.all_gather, group, x.is_cuda, factors, x)
-        return reduce(torch.mul, factors)
-
-    def whole(terms: torch.Tensor, how: Any) -> torch.Tensor:
-        total = terms.clone() if terms is x else terms
-        by_group(dist.all_reduce, group, x.is_cuda, total, how)
-        return total
-
-    return _process_group_total(whole, x, group, op, as_is)
-
-
-# Named anew in torch 2.13, which warns of the old name.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def _process_group_scatter(
-    x: torch.Tensor, group: Group, sizes: list[int], op: ReduceOp, as_is: bool
-) -> torch.Tensor:
-    longest = max(sizes)
-    # Gloo's own reduce-scatter is an all-reduce.
-    if not group.on_gpus(x.device) or x.is_complex() or not x.numel():
-        start = offsets(sizes)[group.rank]
-        return _process_group_reduce(x, group, op, as_is)[start : start + sizes[group.rank]]
-
-    def chunk(terms: torch.Tensor, how: Any) -> torch.Tensor:
-        # Process groups take equal sizes only, so shorter chunks are padded.
-        if min(sizes) < longest:
-            padded = terms.new_zeros((len(sizes), longest, *x.shape[1:]))
-            for into, part in zip(padded, terms.split(sizes), strict=True):
-                into[: len(part)] = part
-            terms = padded.flatten(0, 1)
-        total = terms.new_empty((longest, *x.shape[1:]))
-        _reduce_scatter(total, terms.contiguous(), how, group=group.pg)
-        return total.narrow(0, 0, sizes[group.rank])
-
-    return _process_group_total(chunk, x, group, op, as_is)
-
-
-def _process_group_total(
-    reduced: Callable[[torch.Tensor, Any], torch.Tensor],
-    x: torch.Tensor,
-    group: Group,
-    op: ReduceOp,
-    as_is: bool,
-) -> torch.Tensor:
-    """What `reduced` makes of x by `op` as our engines define it, in the dtype of x."""
-    # A process group rounds half-precision sums at every step: add in fp32, as our engines do.
-    half = x.dtype in (torch.float16, torch.bfloat16) and op in ("sum", "avg", "product")
-    half &= not as_is
-    terms = x.float() if half else x.int() if x.dtype == torch.int16 else x
-    out = reduced(terms, _DIST_OPS["sum" if op == "avg" else op])
-    if op == "avg":
-        out.div_(group.world_size)
-    if op in ("max", "min") and x.is_floating_point():
-        # Between a number and NaN, process groups may choose either.
-        spoilt = reduced(x.isnan().to(torch.uint8), dist.ReduceOp.MAX)
-        out.masked_fill_(spoilt.bool(), torch.nan)
-    return out.to(x.dtype)

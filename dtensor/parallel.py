@@ -10,6 +10,7 @@ adds two hooks, so that the module's own code stays as it is:
                         bias Replicate
                         Embedding: weight Shard(0)        Replicate          Replicate
     SequenceParallel    any: Replicate                    Shard(sequence)    Shard(sequence)
+    ExpertParallel      stacks (experts, ..): Shard(0)    Shard(0)           Shard(0)
     PrepareModule*      untouched                         as asked           as asked
 
 Names, arguments and meaning are those of `torch.distributed.tensor.parallel`, and `ParallelStyle`
@@ -37,12 +38,14 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from weft.dtensor.api import distribute_module, distribute_parameter, replacements
 from weft.dtensor.experimental import Replicating
+from weft.dtensor.expert_parallel import ExpertParallel
 from weft.dtensor.fused.products import allow_in_graphs, linear_gathering_again
 from weft.dtensor.layout.boxes import mesh_or_current
 from weft.dtensor.tensor import DTensor
 
 __all__ = [
     "ColwiseParallel",
+    "ExpertParallel",
     "ParallelStyle",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",

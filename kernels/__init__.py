@@ -13,9 +13,12 @@
     ulysses_attention         attention/ulysses           heads/heads_kernel, heads_grad_kernel
     flash_decode              attention/decode            flash/decode_kernel
     append_to_cache           attention/decode            flash/decode_kernel
+    dispatch_grouped_matmul   experts/dispatch            dispatch_kernel, contract_grouped_kernel
+    grouped_matmul_combine    experts/combine             combine_kernel
 
 From the bottom up: `engine` (what all ops share on the host), `device` (what matmul kernels are
-built from), `matmul`, `norm`, `flash`, `heads`, `attention`, `layers`; `custom_ops` registers the
+built from), `matmul`, `norm`, `flash`, `heads`, `attention`,
+`experts`, `layers`; `custom_ops` registers the
 functions with torch.library, `compile` has all kernels compiled without a GPU.
 """
 
@@ -30,8 +33,15 @@ from weft.kernels.attention import custom_ops as _attention_ops  # noqa: F401
 from weft.kernels.attention.decode import append_to_cache, flash_decode
 from weft.kernels.attention.ring import ring_attention
 from weft.kernels.attention.ulysses import ulysses_attention
+from weft.kernels.experts import custom_ops as _expert_ops  # noqa: F401
+from weft.kernels.experts.combine import combine, grouped_matmul_combine
+from weft.kernels.experts.dispatch import dispatch, dispatch_grouped_matmul
+from weft.kernels.experts.grouped import grouped_matmul
+from weft.kernels.experts.routing import Routing, route
 from weft.kernels.flash.geometry import from_zigzag, to_zigzag, zigzag_sizes
+from weft.kernels.layers.experts import ExpertParallelMLP
 from weft.kernels.layers.linear import ColumnParallelLinear, RowParallelLinear
+from weft.kernels.layers.router import topk_router
 from weft.kernels.layers.vocabulary import (
     VocabParallelEmbedding,
     vocab_parallel_argmax,
@@ -45,18 +55,27 @@ from weft.kernels.norm.rms_norm import reduce_scatter_rms_norm_all_gather
 
 __all__ = [
     "ColumnParallelLinear",
+    "ExpertParallelMLP",
+    "Routing",
     "RowParallelLinear",
     "VocabParallelEmbedding",
     "all_gather_matmul",
     "all_reduce_residual_rms_norm",
     "append_to_cache",
+    "combine",
+    "dispatch",
+    "dispatch_grouped_matmul",
     "flash_decode",
     "from_zigzag",
+    "grouped_matmul",
+    "grouped_matmul_combine",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "reduce_scatter_rms_norm_all_gather",
     "ring_attention",
+    "route",
     "to_zigzag",
+    "topk_router",
     "ulysses_attention",
     "vocab_parallel_argmax",
     "vocab_parallel_cross_entropy",

@@ -21,23 +21,25 @@ of the result depends on it; if gradients do, also to `setup` and the backward o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from weft.collectives import all_gather, resolve
-from weft.collectives.collective_ops import even_sizes
 from weft.collectives.custom_ops import (
     compose,
     define,
     differentiate,
     gathered_sizes,
+    needed,
+    needed_fake,
     planes,
     resized,
+    spread,
     world_of,
 )
 from weft.collectives.ranks.chunks import chunk_sizes
+from weft.collectives.sizes import even_sizes
 from weft.kernels.engine.engines import choose
 from weft.kernels.engine.fp8 import FP8
 from weft.kernels.engine.local_matmul import as_rows, conjugated, matmul
@@ -126,7 +128,7 @@ def _all_gather_matmul_grads(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, 
         computed = _ops.all_gather_matmul_backward(
             x, weights, dys, dgathered, ctx.group_name, ctx.dim, ctx.sizes, needs
         )
-    dx, *dws = _spread(computed, needs)
+    dx, *dws = spread(computed, needs)
     if gathered is not None:
         dws = [
             matmul(as_rows(gathered).t(), as_rows(dy)) if need else None
@@ -166,30 +168,7 @@ def _all_gather_matmul_backward(
         )  # fmt: skip
         dx, dws = run_backward(engine, given)
         dx = None if dx is None else dx.view(front.shape).movedim(0, gather_dim)
-    return _needed([dx, *dws], [x, *weights], needs)
-
-
-def _needed(
-    grads: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor], needs: list[bool]
-) -> list[torch.Tensor]:
-    """The gradients that are needed, each in the memory layout that `_needed_fake` promises."""
-    needed = []
-    for grad, of, need in zip(grads, like, needs, strict=True):
-        if need and grad is not None:
-            laid_out = torch.empty_like(of)
-            same = grad.stride() == laid_out.stride()
-            needed.append(grad if same else laid_out.copy_(grad))
-    return needed
-
-
-def _needed_fake(like: Sequence[torch.Tensor], needs: list[bool]) -> list[torch.Tensor]:
-    return [torch.empty_like(of) for of, need in zip(like, needs, strict=True) if need]
-
-
-def _spread(computed: Sequence[torch.Tensor], needs: list[bool]) -> list[torch.Tensor | None]:
-    """The gradients that `_needed` returned, with None for the others."""
-    left = iter(computed)
-    return [next(left) if need else None for need in needs]
+    return needed([dx, *dws], [x, *weights], needs)
 
 
 def _matmul_reduce_scatter(
@@ -235,7 +214,7 @@ def _matmul_reduce_scatter_grads(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tens
     computed = _ops.matmul_reduce_scatter_backward(
         x, w, dy, group_name, scatter_dim, reduce_op == "avg", needs
     )
-    return *_spread(computed, needs), *[None] * 4
+    return *spread(computed, needs), *[None] * 4
 
 
 def _matmul_reduce_scatter_backward(
@@ -267,7 +246,7 @@ def _matmul_reduce_scatter_backward(
         )  # fmt: skip
         dx, dw, db = reduce_scatter.run_backward(engine, given)
         dx = None if dx is None else dx.view(front.shape).movedim(0, scatter_dim)
-    return _needed([dx, dw, db], [x, w, w[0]], needs)
+    return needed([dx, dw, db], [x, w, w[0]], needs)
 
 
 def _matmul_all_reduce(
@@ -410,7 +389,7 @@ define(
     "all_gather_matmul_backward(Tensor x, Tensor[] weights, Tensor[] dys, Tensor? dgathered, "
     "str group_name, int gather_dim, SymInt[] sizes, bool[] needs) -> Tensor[]",
     _all_gather_matmul_backward,
-    lambda x, weights, *rest: _needed_fake([x, *weights], rest[-1]),
+    lambda x, weights, *rest: needed_fake([x, *weights], rest[-1]),
 )  # fmt: skip
 differentiate("all_gather_matmul", _all_gather_matmul_setup, _all_gather_matmul_grads)
 
@@ -423,7 +402,7 @@ define(
     "matmul_reduce_scatter_backward(Tensor x, Tensor w, Tensor dy, str group_name, "
     "int scatter_dim, bool average, bool[] needs) -> Tensor[]",
     _matmul_reduce_scatter_backward,
-    lambda x, w, *rest: _needed_fake([x, w, w[0]], rest[-1]),
+    lambda x, w, *rest: needed_fake([x, w, w[0]], rest[-1]),
 )  # fmt: skip
 differentiate("matmul_reduce_scatter", _matmul_reduce_scatter_setup, _matmul_reduce_scatter_grads)
 

@@ -28,11 +28,13 @@ FAST = {
         f"test_kernels_triton.py::test_against_float64[{case}-2]"
         for case in ("gather_rows", "gather_contraction", "reduce_scatter", "all_reduce")
     ],
+    "kernels/experts": ["test_experts.py::test_experts_that_several_ranks_share"],
     "kernels/norm": ["test_normalized_sum.py::test_the_launch_suits_the_chip"],
     "kernels/flash": ["test_ring_attention.py::test_a_late_rank"],
     "kernels/heads": ["test_head_exchange.py::test_a_rank_without_heads"],
     "kernels/attention": ["test_flash_decode.py::test_caches_of_fp8"],
     "kernels/layers": ["test_parallel_linear.py::test_training_equals_one_process"],
+    "kernels/graphs": ["test_compile_pass.py::test_strict_tells_what_was_missed"],
     "kernels/compile": ["test_aot.py::test_an_unknown_arch_is_refused"],
     "dtensor": ["test_notation.py", "test_dtensor_api.py"],
     "dtensor/layout": ["test_layout.py"],

@@ -15,8 +15,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from weft.collectives.device import signals
-
 _numbers = itertools.count()
 
 
@@ -46,7 +44,4 @@ def mutant(module: ModuleType, *edits: tuple[str, str], **names: Any) -> ModuleT
     finally:
         del sys.modules[copy.__name__]
     vars(copy).update(names)
-    if "on_poll" in vars(copy):  # looked up at each call: a scheduler replaces them
-        vars(copy)["on_poll"] = lambda address, value: signals.on_poll(address, value)
-        vars(copy)["on_wait"] = lambda *wait: signals.on_wait and signals.on_wait(*wait)
     return copy

@@ -11,12 +11,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from expert_tables import Routed
 from mutants import mutant
 
 import weft
 from weft import collectives
 from weft.collectives import movement, resolve, workspace
 from weft.collectives.kernels import collective_launch, pull
+from weft.collectives.kernels.pull_boxes import Box, table_of
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
 from weft.kernels import to_zigzag, zigzag_sizes
 from weft.kernels.attention.cache import Cache
@@ -25,6 +27,7 @@ from weft.kernels.attention.ring import Saved, attention_reference
 from weft.kernels.device import summed_tiles
 from weft.kernels.device.partial_sums import wire_of
 from weft.kernels.engine.chips import INTERPRETER
+from weft.kernels.experts import expert_launch
 from weft.kernels.flash import decode_kernel, ring_grad_kernel, ring_kernel
 from weft.kernels.flash.geometry import Geometry, Visibility
 from weft.kernels.heads import heads_grad_kernel, heads_kernel
@@ -56,6 +59,7 @@ class Modules:
     heads_backward: Any = heads_grad_kernel
     decode: Any = decode_kernel
     norm: Any = rms_norm_launch
+    experts: Any = expert_launch
 
 
 OURS = Modules()
@@ -256,13 +260,13 @@ def pulled(rank: int, ours: Modules = OURS) -> None:
     rows, width = [1 + r for r in range(W)], 3 * W
     first, wide = 3 * rank, (width, 1)
     of_one = [
-        op.Box((r,), (rows[r], 3), first, wide, 3 * start, (3, 1))
+        Box((r,), (rows[r], 3), first, wide, 3 * start, (3, 1))
         for r, start in enumerate(offsets(rows))
     ]
-    of_all = [op.Box(tuple(range(W)), (2, 3), first, wide, 0, (3, 1))]
+    of_all = [Box(tuple(range(W)), (2, 3), first, wide, 0, (3, 1))]
     device = torch.device("cpu")
-    copies = op.table_of(of_one, rank, torch.float32, device, align=4)
-    sums = op.table_of(of_all, rank, torch.float32, device, op="sum")
+    copies = table_of(of_one, rank, torch.float32, device, align=4)
+    sums = table_of(of_all, rank, torch.float32, device, op="sum")
     for call in range(CALLS):
         whole = matrix(sum(rows), width, call)
         out = torch.full((sum(rows), 3), -1.0)
@@ -461,6 +465,73 @@ def normed_in_two_shots(rank: int, ours: Modules = OURS) -> None:
     normed(rank, ours, False)
 
 
+def routed(W: int) -> Routed:
+    """Two experts a rank, three tokens or more for two of them each, one assignment of padding."""
+    ids = [torch.arange(6 + 2 * r).add(r).mul(5).remainder(2 * W).view(-1, 2) for r in range(W)]
+    ids[0][0, 1] = -1
+    return Routed([each.int() for each in ids], 2 * W)
+
+
+def dispatched(rank: int, ours: Modules = OURS, direct: bool = False) -> None:
+    """Rows and numbers of all ranks, in chunks of two by two copy programs."""
+    W, K, N = resolve(None).world_size, 20, 5
+    told = routed(W)
+    ws = workspace(None, 1 << 12, channel="dispatched")
+    table, own = told.table(rank), told.own(rank)
+    xs = [matrix(t, K, r) for r, t in enumerate(told.tokens)]
+    w = torch.stack([matrix(K, N, 50 + e) for e in own])
+    config = ours.experts.dispatch_config(16, N, torch.float32, W, INTERPRETER)
+    config = replace(config, copy_programs=2, programs=4, chunk_rows=2, copy_m=2)
+    if direct:
+        config = replace(config, copy_programs=0)
+    ranks, slots = table.ranks.tolist(), table.slots.tolist()
+    rows = torch.stack([xs[r][s // 2] for r, s in zip(ranks, slots, strict=True)])
+    counts = table.ends.diff(prepend=table.ends.new_zeros(1))
+    factors = w.repeat_interleave(counts, 0)
+    for call in range(CALLS):
+        numbers = [
+            torch.arange(2.0 * t).view(t, 2) + 100 * r + call for r, t in enumerate(told.tokens)
+        ]
+        made = ours.experts.launch_dispatch(
+            xs[rank] * (call + 1), [w], ws, table, told.tokens, numbers=numbers[rank], config=config
+        )
+        if not direct:
+            torch.testing.assert_close(made.rows, rows * (call + 1))
+            want = [numbers[r].flatten()[s] for r, s in zip(ranks, slots, strict=True)]
+            torch.testing.assert_close(made.numbers, torch.stack(want))
+        torch.testing.assert_close(
+            made.ys[0], torch.bmm(rows.unsqueeze(1), factors).squeeze(1) * (call + 1)
+        )
+
+
+def combined(rank: int, ours: Modules = OURS) -> None:
+    W, N, H = resolve(None).world_size, 4, 40
+    told = routed(W)
+    ws = workspace(None, 1 << 13, channel="combined")
+    tables = [told.table(r) for r in range(W)]
+    hs = [matrix(len(table.ranks), N, r) for r, table in enumerate(tables)]
+    w = torch.stack([matrix(N, H, 50 + e) for e in range(2 * W)])
+    gates = matrix(told.tokens[rank], 2, 9)
+    want = torch.zeros(told.tokens[rank], H)
+    for r, table in enumerate(tables):
+        of = torch.bucketize(torch.arange(len(hs[r])), table.ends, right=True)
+        for p in (table.ranks == rank).nonzero().flatten().tolist():
+            slot = int(table.slots[p])
+            want[slot // 2] += gates.flatten()[slot] * (hs[r][p] @ w[told.own(r)[of[p]]])
+    for call in range(CALLS):
+        y = ours.experts.launch_combine(
+            [hs[rank] * (call + 1)],
+            [w[2 * rank : 2 * rank + 2]],
+            ws,
+            tables[rank],
+            told.tokens,
+            told.ids[rank],
+            2 * W,
+            topk_weights=gates,
+        )
+        torch.testing.assert_close(y, want * (call + 1), rtol=1e-4, atol=1e-4)
+
+
 KERNELS: dict[str, Callable[..., None]] = {
     "gather of rows": gather_rows,
     "gather of the contraction": gather_contraction,
@@ -480,6 +551,8 @@ KERNELS: dict[str, Callable[..., None]] = {
     "norm of sums, two shots": normed_in_two_shots,
     "norm of whole sums, one shot": normed_whole_in_one_shot,
     "norm of whole sums, two shots": normed_whole_in_two_shots,
+    "dispatch to experts": dispatched,
+    "combine of experts": combined,
 }
 
 COLLECTIVES: dict[str, Callable[..., None]] = {

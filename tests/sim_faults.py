@@ -35,6 +35,7 @@ NORMS = ("norm of sums, one shot", "norm of sums, two shots")
 WHOLE_NORMS = ("norm of whole sums, one shot", "norm of whole sums, two shots")
 HEADS = ("attention by heads", "attention by heads, backward")
 BACKWARD = RINGS[1:]
+EXPERTS = ("dispatch to experts", "combine of experts")
 
 
 def but(*cases: str) -> tuple[str, ...]:
@@ -96,7 +97,7 @@ IN_SIGNALS = [
         'are then waited for once.\n    """\n    tl.debug_barrier()',
         'are then waited for once.\n    """',
         # The turns of a reduce-scatter have a barrier of their own before its signals.
-        but(*GATHERS, *PULLS, "gather of rows, direct", "reduce-scatter"),
+        but(*GATHERS, *PULLS, *EXPERTS, "gather of rows, direct", "reduce-scatter"),
         barrier=True,
     ),
     fault(
@@ -178,14 +179,14 @@ IN_SIGNALS = [
         signals,
         '1, sem="acq_rel", scope="gpu"',
         '1, sem="relaxed", scope="gpu"',
-        (ALL[0], *ALL[2:]),
+        (ALL[0], *ALL[2:], *EXPERTS[1:]),
     ),
     fault(
         "no barrier before the ticket",
         signals,
         "    tl.debug_barrier()\n    last =",
         "    last =",
-        GATHERS[:1],
+        (*GATHERS[:1], *EXPERTS[1:]),
         barrier=True,
     ),
     fault(
@@ -201,7 +202,7 @@ IN_SIGNALS = [
         signals,
         LOCAL_SIGNAL,
         LOCAL_SIGNAL.replace("release", "relaxed"),
-        GATHERS,
+        (*GATHERS, *EXPERTS[:1]),
         message="programs of one launch",
     ),
     fault(

@@ -10,6 +10,7 @@ from sim_faults import (
     DEADLOCK,
     DECODING,
     EXCHANGES,
+    EXPERTS,
     HEADS,
     NORMS,
     PULLS,
@@ -23,6 +24,7 @@ from sim_faults import (
 from weft.collectives import movement
 from weft.collectives.kernels import kernel_collectives, pieces, pull
 from weft.collectives.memory import direct
+from weft.kernels.experts import combine_kernel, dispatch_kernel, pulled_rows
 from weft.kernels.flash import decode_kernel, ring_dkv, ring_keys
 from weft.kernels.heads import head_dkv, heads_kernel
 from weft.kernels.matmul import copy_engines
@@ -352,6 +354,87 @@ IN_NORMS = [
         ", mask=tl.program_id(0) % TEAM == 0)",
         ")",
         WHOLE_NORMS,
+    ),
+]
+
+DISPATCH, COMBINE = EXPERTS[:1], EXPERTS[1:]
+
+IN_EXPERTS = [
+    fault(
+        "rows are pulled before their owners have shown them",
+        pulled_rows,
+        "tl.where(wait_for_owners(pull, V), pull.total, 0)",
+        "pull.total",
+        DISPATCH,
+    ),
+    fault(
+        "rows are pulled from the other half",
+        pulled_rows,
+        "(pull.generation & 1)",
+        "((pull.generation + 1) & 1)",
+        DISPATCH,
+        (RACE, AssertionError),
+    ),
+    fault(
+        "one row too many is pulled",
+        pulled_rows,
+        "return rows, columns, (rows < last)",
+        "return rows, columns, (rows <= last)",
+        DISPATCH,
+        (BOUNDS, RACE),
+    ),
+    fault(
+        "numbers of another token are pulled",
+        pulled_rows,
+        "tl.load(shown + slots,",
+        "tl.load(shown + slots // 2,",
+        DISPATCH,
+        AssertionError,
+    ),
+    fault(
+        "tiles of experts do not wait for their rows",
+        dispatch_kernel,
+        "came = wait_for_rows(pull, tile.first, until, V)",
+        "came = True",
+        DISPATCH,
+    ),
+    fault(
+        "tiles of experts wait for a chunk too few",
+        pulled_rows,
+        "last // pull.chunk_rows",
+        "last // pull.chunk_rows - 1",
+        DISPATCH,
+        programs="concurrent",
+    ),
+    fault(
+        "the first program tells that all results are there",
+        combine_kernel,
+        "if signals.is_last_program(link.signal_ptrs, rank, programs):",
+        "if program == 0:",
+        COMBINE,
+    ),
+    fault(
+        "results go to the next slot",
+        combine_kernel,
+        "(slots * parts + part) * pitch",
+        "(slots * parts + part + 1) * pitch",
+        COMBINE,
+        (BOUNDS, RACE, AssertionError),
+    ),
+    fault(
+        "results are weighed before they have come",
+        combine_kernel,
+        "came = signals.wait_for_peers(",
+        "came = rank < WORLD_SIZE or signals.wait_for_peers(",
+        COMBINE,
+    ),
+    fault(
+        "a result without an expert counts",
+        combine_kernel,
+        "used = (ids >= 0) & (ids < experts)",
+        "used = ids < experts",
+        COMBINE,
+        (RACE, AssertionError),
     ),
 ]
 

@@ -23,12 +23,12 @@ from sim_faults_elsewhere import (
     IN_COPY_ENGINES,
     IN_DIRECT,
     IN_EXCHANGES,
+    IN_EXPERTS,
     IN_NORMS,
     exchange,
 )
 
 from weft import sim
-from weft.bench.report.tables import between_marks
 from weft.collectives import movement
 from weft.collectives.device import signals
 from weft.collectives.kernels import kernel_collectives, pieces
@@ -44,6 +44,7 @@ from weft.kernels.device import (
     summed_tiles,
     tiles,
 )
+from weft.kernels.experts import combine_kernel, dispatch_kernel, expert_tiles, pulled_rows
 from weft.kernels.flash import (
     grad_tiles,
     ring_call,
@@ -56,6 +57,7 @@ from weft.kernels.flash import (
 from weft.kernels.heads import head_dkv, head_queries, head_units
 from weft.kernels.matmul import all_gather_kernel, one_shot_kernel
 from weft.kernels.norm import rms_norm_kernel, team_rows
+from weft.markdown import between_marks
 
 CASES = KERNELS | COLLECTIVES | HOST
 RANKS, SCHEDULES = 3, 200
@@ -75,6 +77,10 @@ PARTS = (
     flattened,
     gathered_tiles,
     all_gather_kernel,
+    expert_tiles,
+    pulled_rows,
+    dispatch_kernel,
+    combine_kernel,
     team_rows,
     rms_norm_kernel,
     summed_tiles,
@@ -127,6 +133,7 @@ FAULTS = (
     *IN_COLLECTIVES,
     *IN_ATTENTION,
     *IN_NORMS,
+    *IN_EXPERTS,
     *IN_COPY_ENGINES,
     *IN_DIRECT,
 )

@@ -17,7 +17,7 @@ from pathlib import Path
 from sim_cases import COLLECTIVES, HOST, KERNELS, triton_attention, triton_training
 
 from weft import sim
-from weft.bench.report.tables import between_marks
+from weft.markdown import between_marks
 
 CASES = (
     KERNELS

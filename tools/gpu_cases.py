@@ -36,6 +36,7 @@ from weft.dtensor import DeviceMesh, DTensor, Partial, Shard
 from weft.kernels import zigzag_sizes
 from weft.kernels.flash.geometry import to_zigzag
 from weft.kernels.matmul import copy_engines
+from weft.settings import Engine
 
 SETS = 3
 _QUEUES = 32  # CUDA_DEVICE_MAX_CONNECTIONS can be no more
@@ -200,8 +201,10 @@ def _norm(place: Place) -> RankCall:
     return RankCall(inputs, op, oracle, TOLERANCE[torch.bfloat16])
 
 
-def _attention(place: Place, *, name: str) -> RankCall:
+def _attention(place: Place, *, name: str, engine: Engine = "triton") -> RankCall:
     """ring_attention in zigzag order and ulysses_attention, with their gradients."""
+    if engine == "host" and torch.version.hip:
+        raise ImpossibleError("on NVIDIA's chips only")
     W, zigzag = place.world_size, name == "ring_attention"
     H, H_kv, D, rows = (8, 2, 64, 96)
     if place.small:  # heads are exchanged for rows
@@ -224,8 +227,9 @@ def _attention(place: Place, *, name: str) -> RankCall:
 
     def op(*given: torch.Tensor) -> Tensors:
         leaves = [x.detach().requires_grad_() for x in given[:3]]
-        out = attention(*leaves, causal=True, sizes=sizes, **options)
-        return [out.detach(), *torch.autograd.grad(out, leaves, given[3])]
+        with weft.engine(engine):
+            out = attention(*leaves, causal=True, sizes=sizes, **options)
+            return [out.detach(), *torch.autograd.grad(out, leaves, given[3])]
 
     def oracle(i: int) -> Tensors:
         return [part(x) for x in causal_attention(*wholes[i])]
@@ -337,6 +341,7 @@ CALLS: dict[str, Callable[[Place], RankCall]] = {
     "matmul_all_reduce-few": partial(_sums, name="matmul_all_reduce", rows=4),
     "norm": _norm,
     "ring_attention": partial(_attention, name="ring_attention"),
+    "ring_attention-host": partial(_attention, name="ring_attention", engine="host"),
     "ulysses_attention": partial(_attention, name="ulysses_attention"),
     "decode": partial(_decode, shard="sequence"),
     "decode-by-head": partial(_decode, shard="head"),
@@ -344,9 +349,10 @@ CALLS: dict[str, Callable[[Place], RankCall]] = {
     "all_gather_matmul-engines": partial(_gather, rows=1024, K=2048, N=256),
 }
 WAYS = ("plain", "late", "graph", "streams", "mixed")
-# What two streams run beside each other, and what is in no mixture: it takes much memory.
+# What two streams run beside each other, and what is in no mixture: it takes much memory, or is not
+# for every chip.
 _BESIDE = {"all_gather_matmul": "all_reduce", "ring_attention": "matmul_reduce_scatter"}
-_ALONE = ("all_gather_matmul-engines",)
+_ALONE = ("all_gather_matmul-engines", "ring_attention-host")
 
 
 def case_names(world_sizes: Sequence[int], ways: Sequence[str]) -> list[str]:

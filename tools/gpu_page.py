@@ -13,10 +13,11 @@ from typing import Any
 
 from tools.gpu_steps import STEPS
 from weft.bench.environment import environment
-from weft.bench.report.tables import LEGEND, figure, markdown_lines, table_of, times_of
+from weft.bench.report.tables import LEGEND, figure, table_of, times_of
 from weft.bench.rows import Case, Result
 from weft.bench.solo import page as solo_page
 from weft.kernels.engine import tuning
+from weft.markdown import markdown_lines
 
 _Found = Mapping[tuple[str, str], Mapping[str, Any]]
 

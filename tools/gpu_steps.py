@@ -142,10 +142,10 @@ def tune_specs(quick: bool) -> dict[str, Any]:
 
 def suites_of(step: str) -> Sequence[Any]:
     """The suites of a step."""
-    from weft.bench.solo import local_attention
-    from weft.bench.suites import attention, matmul, ops
+    from weft.bench.solo import local_attention, local_matmul
+    from weft.bench.suites import attention, ops
 
-    return [matmul, local_attention] if step == "plain" else [ops, attention]
+    return [local_matmul, local_attention] if step == "plain" else [ops, attention]
 
 
 def suite_cases(step: str, device: str, quick: bool) -> list[tuple[Any, str]]:

@@ -10,7 +10,8 @@ from weft.bench.published.command import summary
 from weft.bench.published.plot import draw
 from weft.bench.published.predict import Prediction, predict
 from weft.bench.published.rows import SHIPPED, op_words, read
-from weft.bench.report.tables import between_marks, figure, markdown_lines
+from weft.bench.report.tables import figure
+from weft.markdown import between_marks, markdown_lines
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "published.md"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weft.bench.report.tables import between_marks, markdown_lines
 from weft.bench.rows import Case, Result, geometric_mean
+from weft.markdown import between_marks, markdown_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = ("torch alone", "weft", "weft DTensor", "torch DTensor")

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weft.bench.published.rows import Row
-from weft.bench.report.tables import between_marks, markdown_lines
 from weft.collectives.prices import library
 from weft.collectives.prices.hardware import named
+from weft.markdown import between_marks, markdown_lines
 
 if TYPE_CHECKING:
     from tools.scaling_page import EngineTimes

@@ -19,25 +19,32 @@ if TYPE_CHECKING:
     from weft import sim as sim
     from weft.collectives import caches as caches
     from weft.collectives import close as close
+    from weft.collectives import cuda_graph as cuda_graph
     from weft.errors import MismatchError as MismatchError
     from weft.errors import PeerTimeout as PeerTimeout
     from weft.errors import WeftError as WeftError
     from weft.kernels import ColumnParallelLinear as ColumnParallelLinear
+    from weft.kernels import ExpertParallelMLP as ExpertParallelMLP
     from weft.kernels import RowParallelLinear as RowParallelLinear
     from weft.kernels import VocabParallelEmbedding as VocabParallelEmbedding
     from weft.kernels import all_gather_matmul as all_gather_matmul
     from weft.kernels import all_reduce_residual_rms_norm as all_reduce_residual_rms_norm
     from weft.kernels import append_to_cache as append_to_cache
+    from weft.kernels import dispatch_grouped_matmul as dispatch_grouped_matmul
     from weft.kernels import flash_decode as flash_decode
+    from weft.kernels import grouped_matmul_combine as grouped_matmul_combine
     from weft.kernels import matmul_all_reduce as matmul_all_reduce
     from weft.kernels import matmul_reduce_scatter as matmul_reduce_scatter
     from weft.kernels import (
         reduce_scatter_rms_norm_all_gather as reduce_scatter_rms_norm_all_gather,
     )
     from weft.kernels import ring_attention as ring_attention
+    from weft.kernels import topk_router as topk_router
     from weft.kernels import ulysses_attention as ulysses_attention
     from weft.kernels import vocab_parallel_argmax as vocab_parallel_argmax
     from weft.kernels import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+    from weft.kernels.graphs.backend import compile_backend as compile_backend
+    from weft.kernels.graphs.backend import compile_pass as compile_pass
     from weft.settings import engine as engine
     from weft.settings import explain as explain
 
@@ -67,15 +74,22 @@ _HOME = {
     "ulysses_attention": "weft.kernels",
     "flash_decode": "weft.kernels",
     "append_to_cache": "weft.kernels",
+    "dispatch_grouped_matmul": "weft.kernels",
+    "grouped_matmul_combine": "weft.kernels",
     "ColumnParallelLinear": "weft.kernels",
+    "ExpertParallelMLP": "weft.kernels",
     "RowParallelLinear": "weft.kernels",
     "VocabParallelEmbedding": "weft.kernels",
+    "topk_router": "weft.kernels",
     "vocab_parallel_argmax": "weft.kernels",
     "vocab_parallel_cross_entropy": "weft.kernels",
+    "compile_backend": "weft.kernels.graphs.backend",
+    "compile_pass": "weft.kernels.graphs.backend",
     "engine": "weft.settings",
     "explain": "weft.settings",
     "caches": "weft.collectives",
     "close": "weft.collectives",
+    "cuda_graph": "weft.collectives",
     "WeftError": "weft.errors",
     "PeerTimeout": "weft.errors",
     "MismatchError": "weft.errors",

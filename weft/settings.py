@@ -11,6 +11,7 @@ Environment variables, read when they are used; an empty one counts as not set:
     WEFT_CACHE_DIR   the one folder of what is measured on this machine (~/.cache/weft)
     WEFT_TUNED       folder of the tables of tuned launches and of rates (weft/kernels/tuned)
     WEFT_FLIGHT_DIR  folder of every process's last calls, and of stacks on SIGUSR1 (in memory)
+    WEFT_LOG         compile: log, as INFO of the logger weft.compile, what the pass has fused ()
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ VARIABLES = (
     "WEFT_CACHE_DIR",
     "WEFT_TUNED",
     "WEFT_FLIGHT_DIR",
+    "WEFT_LOG",
 )
 
 # Those that decide how ranks meet: one that differs would have them wait for each other in vain.
@@ -170,6 +172,21 @@ def flight_dir() -> Path | None:
     """Where a process keeps its last calls; None for memory alone."""
     text = _variable("WEFT_FLIGHT_DIR", "")
     return Path(text).expanduser() if text else None
+
+
+_LOGS = ("compile",)
+
+
+def logged() -> tuple[str, ...]:
+    """What is to be logged that usually is not.
+
+    Raises:
+        ValueError: WEFT_LOG names something else.
+    """
+    names = tuple(name.strip() for name in _variable("WEFT_LOG", "").split(",") if name.strip())
+    if unknown := [name for name in names if name not in _LOGS]:
+        raise ValueError(f"WEFT_LOG must name some of {', '.join(_LOGS)}, got {unknown}")
+    return names
 
 
 def _valid(name: str, told_by: str = "engine") -> Engine:
@@ -269,15 +286,25 @@ def explaining() -> Iterator[list[Decision]]:
         yield decisions
 
 
-def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+_COMPILED = "_torchdynamo_orig_callable"  # what torch.compile returns has it
+
+# What became of the collectives of a compiled function; set by `weft.kernels.graphs`.
+receipts_of: Callable[[Any], Any] | None = None
+
+
+def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run `fn(*args, **kwargs)` and report which engine ran each op of weft in it, and why.
 
-    It really runs, on every rank of the group. The value of `fn` is in `.result`.
+    It really runs, on every rank of the group. The value of `fn` is in `.result`. What
+    torch.compile(.., backend="weft") returned is not run if it is given no arguments: the report is
+    then of each collective that torch has compiled in it so far, fused or not, and why.
 
     Example:
         >>> print(weft.explain(lambda: weft.all_gather_matmul(x, w)))
         all_gather_matmul(8x8 @ 8x8, 2 ranks): host, predicted 71 us against 355 us for generic
     """
+    if receipts_of is not None and not args and not kwargs and hasattr(fn, _COMPILED):
+        return receipts_of(fn)
     with explaining() as decisions:
         result = fn(*args, **kwargs)
     explanation = Explanation(decisions)

@@ -30,8 +30,10 @@ from weft.bench.problem import Spec
 from weft.bench.solo import cases
 from weft.collectives.device import signals
 from weft.collectives.memory import exchange
-from weft.collectives.memory.symmetric import Waiter
+from weft.collectives.memory.waiter import Waiter
 from weft.collectives.ranks import pad
+from weft.kernels.attention import decode
+from weft.kernels.matmul import all_gather_launch
 from weft.sim.run import solo
 
 WORLD_SIZE, RANK = 8, 1
@@ -148,6 +150,8 @@ def prepared(params: dict[str, Any]) -> Iterator[Callable[[int], Any]]:
         with ExitStack() as stack:
             stack.enter_context(patch.object(signals, "interpreter_ready", lambda: (True, "")))
             stack.enter_context(patch.object(torch.Tensor, "copy_", _copied))
+            stack.enter_context(patch.object(decode, "host_reads", lambda lengths: False))
+            stack.enter_context(patch.object(all_gather_launch, "is_eager", lambda device: True))
             stack.enter_context(
                 patch.object(exchange, "_VirtualStreamExchange", exchange.StreamExchange)
             )

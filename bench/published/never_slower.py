@@ -18,7 +18,7 @@ from functools import lru_cache
 import torch
 
 from weft.bench import shapes
-from weft.bench.report.tables import figure, markdown_lines
+from weft.bench.report.tables import figure
 from weft.collectives import protocols
 from weft.collectives.kernels.collective_launch import collective_config, is_quicker
 from weft.collectives.prices import library
@@ -26,6 +26,7 @@ from weft.collectives.prices.hardware import Hardware, named
 from weft.collectives.protocols import Collective
 from weft.kernels.engine import engines, fused_times, tuning
 from weft.kernels.engine.chips import Tiling, known
+from weft.markdown import markdown_lines
 
 CHIPS = ("h100", "h200", "b200", "mi300x")
 MODELS = ("llama-3-8b", "llama-3-70b", "llama-3-405b", "qwen2-72b")

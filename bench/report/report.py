@@ -18,8 +18,9 @@ from typing import Any
 
 from pytest_benchmark.storage.file import FileStorage
 
-from weft.bench.report.tables import LEGEND, TextTable, markdown_lines, table_of
+from weft.bench.report.tables import LEGEND, TextTable, table_of
 from weft.bench.rows import Result
+from weft.markdown import markdown_lines
 
 
 def write(results: list[Result], folder: Path) -> Path:

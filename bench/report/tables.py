@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,25 +37,6 @@ class TextTable:
     rows: list[list[str]]
     summary: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-
-
-def markdown_lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table in Markdown; all columns but the first are of numbers."""
-    rule = ["---", *["---:"] * (len(header) - 1)]
-    return [f"| {' | '.join(cells)} |" for cells in (header, rule, *rows)]
-
-
-def between_marks(page: str, mark: str, text: str) -> str:
-    """A page of Markdown with `text` between `<!-- mark -->` and `<!-- /mark -->`.
-
-    Raises:
-        ValueError: the page does not have them, once.
-    """
-    begin, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
-    made, count = re.subn(f"(?s){begin}.*?{end}", lambda _: f"{begin}\n{text}\n{end}", page)
-    if count != 1:
-        raise ValueError(f"the page must hold {begin} ... {end} once, found {count}")
-    return made
 
 
 def figure(value: float | None) -> str:

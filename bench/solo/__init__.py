@@ -2,5 +2,6 @@
 
 May import all of `bench` but its commands. Read `cases`, `measure`, `command`, `page`,
 then `compiling` (ahead, in processes), `rates` (of kernels, for the cost model), `sweep` (tuned
-launches); `local_attention` is a suite of its own, which `tools.gpu` runs.
+launches); `local_matmul` and `local_attention` are suites of their own, which
+`tools.gpu` runs.
 """

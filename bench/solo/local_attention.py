@@ -2,7 +2,7 @@
 
     q (1, H, S, D), k and v (1, H_kv, S, D)  ->  out (1, H, S, D), or the gradients of all three
 
-Causal, in one piece. As `weft.bench.suites.matmul`: `tools.gpu` runs it.
+Causal, in one piece. As `local_matmul`: `tools.gpu` runs it.
 """
 
 from __future__ import annotations

@@ -22,11 +22,12 @@ from weft.bench.cli import failed
 from weft.bench.environment import environment
 from weft.bench.measure import deviation, listed, order, short, time_limit
 from weft.bench.problem import Spec
-from weft.bench.report.tables import markdown_lines, times_of
+from weft.bench.report.tables import times_of
 from weft.bench.rows import Case, Result, Timing
 from weft.bench.solo import cases, compiling, page, rates
 from weft.cli import make_folder
 from weft.kernels.engine.chips import chip_of
+from weft.markdown import markdown_lines
 from weft.sim import unwaited
 from weft.sim.run import solo
 from weft.sim.unwaited import PARTS

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.bench.report.tables import TextTable, markdown_lines, table_of
+from weft.bench.report.tables import TextTable, table_of
 from weft.bench.rows import Case, Result
+from weft.markdown import markdown_lines
 
 KINDS = {
     "fused matmuls": (

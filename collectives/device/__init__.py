@@ -1,6 +1,7 @@
 """What a kernel says to a kernel on another rank: signals, and the arithmetic that kernels share.
 
 May import `collectives.ranks`. Read `signals` first: its rules are what every kernel of weft stands
-on; then `stream_signals` (the same between launches), `launches` (how kernels are launched, and
-launched again) and `device_math`; `interpreter` is for scripts that import Triton before weft.
+on; then `polling` (waits on the CPU), `stream_signals` (the same between launches), `launches` (how
+kernels are launched, and launched again) and `device_math`; `interpreter` is for scripts that
+import Triton before weft.
 """

@@ -45,8 +45,6 @@ failed fills the results of the call with NaN (`end_call`, `spoil`).
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -54,6 +52,7 @@ import numpy
 import triton
 import triton.language as tl
 
+from weft.collectives.device.polling import begin_polls, pause
 from weft.collectives.ranks import pad, reports
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -117,56 +116,12 @@ def nanoseconds(seconds: float) -> int:
     return max(1, int(min(seconds * 1e9, 2.0**62)))
 
 
-_last_poll = (0, 0, 0.0)  # address, value, time
-
-
-def _sleep(address: int, value: int) -> int:
-    global _last_poll
-    reports.watch_all()
-    time.sleep(50e-6)
-    now, last = time.perf_counter(), _last_poll
-    _last_poll = (address, value, now)
-    return max(1, round((now - last[2]) * 1e9)) if last[:2] == (address, value) else 1
-
-
-# What an interpreted rank does between two polls of a signal, given the signal's address and the
-# awaited value; returns how many nanoseconds it counts for. A scheduler of virtual ranks replaces
-# it to switch to another rank.
-on_poll: Callable[[int, int], int] = _sleep
-
-
-# Called before the first poll of every wait, with the signals' addresses and the awaited value.
-on_wait: Callable[[list[int], int], None] | None = None
-
-
-def _addresses(ptr: Any, mask: Any) -> list[int]:
-    places = ptr.handle.data
-    if isinstance(mask, tl.tensor):
-        places = places[mask.handle.data]
-    found: list[int] = places.reshape(-1).tolist()
-    return found
-
-
-def _begin(ptr: Any, value: Any, mask: Any = True, _semantic: Any = None) -> None:
-    """Report the start of a wait. Only interpreted kernels call this."""
-    addresses = _addresses(ptr, mask)
-    if on_wait is not None and addresses:
-        on_wait(addresses, int(value))
-
-
-def _pause(ptr: Any, value: Any, mask: Any = True, _semantic: Any = None) -> int:
-    """Let others run before the next poll. Only interpreted kernels call this."""
-    return on_poll(_addresses(ptr, mask)[0], int(value))
-
-
 def _target(_semantic: Any = None) -> Any:
     """What a kernel is compiled for: "cuda" or "hip"."""
     return tl.constexpr(_semantic.builder.options.backend_name)
 
 
-# Triton's code generator rejects plain functions, even in branches that it drops.
-for _function in (_begin, _pause, _target):
-    setattr(_function, tl.core.TRITON_BUILTIN, True)
+setattr(_target, tl.core.TRITON_BUILTIN, True)  # else the code generator rejects it
 
 
 @triton.jit
@@ -414,14 +369,14 @@ def _look(own_pad, value, timeout_ns, began, left, scope: tl.constexpr):
 @triton.jit
 def _wait(own_pad, ptr, value, timeout_ns, scope: tl.constexpr):
     if _INTERPRETED:
-        _begin(ptr, value)
+        begin_polls(ptr, value)
     seen = _acquire(ptr, scope)
     left = _patience(timeout_ns, scope)
     began, polls = left - left, 0
     while (seen < value) & (left > 0):
         polls += 1
         if _INTERPRETED:
-            left -= _pause(ptr, value)
+            left -= pause(ptr, value)
         if polls == _POLLS_A_LOOK:
             polls = 0
             began, left = _look(own_pad, value, timeout_ns, began, left, scope)
@@ -533,14 +488,14 @@ def wait_for_lanes(own_pad, words, peers, awaited, rank, value, timeout_ns, scop
     """
     missing = awaited
     if _INTERPRETED:
-        _begin(words, value, missing)
+        begin_polls(words, value, missing)
     missing &= _acquire(words, scope, missing) < value
     left = _patience(timeout_ns, scope)
     began, polls = left - left, 0
     while (greatest(missing.to(tl.int32)) > 0) & (left > 0):
         polls += 1
         if _INTERPRETED:
-            left -= _pause(words, value, missing)
+            left -= pause(words, value, missing)
         if polls == _POLLS_A_LOOK:
             polls = 0
             began, left = _look(own_pad, value, timeout_ns, began, left, scope)

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from weft import settings
 from weft.collectives.device import signals
-from weft.collectives.device.launches import launching
+from weft.collectives.device.launches import launch_kept, launching, layouts_of
 from weft.collectives.ranks import pad
 
 if TYPE_CHECKING:
@@ -115,24 +115,23 @@ def _end_kernel(signal_ptrs, rank, results) -> None:
 
 def begin(ws: Workspace) -> None:
     """Begin the next call on `ws`."""
-    launching(_begin_kernel, 1)(
-        ws.signal_ptrs, ws.rank, GENERATION_WORD=pad.GENERATION, num_warps=1
-    )
+    args = ws.signal_ptrs, ws.rank
+    launch_kept(ws.kept_launches(), _begin_kernel, args, GENERATION_WORD=pad.GENERATION)
 
 
 def post(ws: Workspace, first: int, count: int = 1, word: int = DATA_WORD) -> None:
     """Publish to `count` ranks, from `first` on, what the stream has written so far."""
-    launching(_post_kernel, 1)(
-        ws.signal_ptrs, ws.rank, first, count,
-        WORLD_SIZE=ws.world_size, GENERATION_WORD=pad.GENERATION, SLOT_WORD=word, num_warps=1,
+    launch_kept(
+        ws.kept_launches(), _post_kernel, (ws.signal_ptrs, ws.rank, first, count),
+        WORLD_SIZE=ws.world_size, GENERATION_WORD=pad.GENERATION, SLOT_WORD=word,
     )  # fmt: skip
 
 
 def wait(ws: Workspace, first: int, count: int = 1, word: int = DATA_WORD) -> None:
     """Hold the stream until `count` ranks, from `first` on, have posted in this call."""
-    launching(_wait_kernel, 1)(
-        ws.signal_ptrs, ws.rank, first, count, ws.timeout_ns, WORLD_SIZE=ws.world_size,
-        GENERATION_WORD=pad.GENERATION, SLOT_WORD=word, ONE=count == 1, num_warps=1,
+    launch_kept(
+        ws.kept_launches(), _wait_kernel, (ws.signal_ptrs, ws.rank, first, count, ws.timeout_ns),
+        WORLD_SIZE=ws.world_size, GENERATION_WORD=pad.GENERATION, SLOT_WORD=word, ONE=count == 1,
     )  # fmt: skip
 
 
@@ -142,8 +141,13 @@ def end(ws: Workspace, results: Sequence[torch.Tensor] = ()) -> None:
     wait(ws, ws.rank + 1, ws.world_size - 1, _END_WORD)
     # Bytes of ones are NaN in whatever type that the results of calls can have.
     flat = [x.as_strided((x.numel(),), (1,)).view(torch.int8) for x in results]
-    pairs = tuple((x, x.numel()) for x in flat)
-    launching(_end_kernel, 1)(ws.signal_ptrs, ws.rank, pairs, num_warps=4)
+
+    def launched() -> list[torch.Tensor]:
+        pairs = tuple((x, x.numel()) for x in flat)
+        launching(_end_kernel, 1)(ws.signal_ptrs, ws.rank, pairs, num_warps=4)
+        return []
+
+    ws.repeat(("end of a call", layouts_of(flat)), flat, launched)
 
 
 def barrier(buffer: SymmetricBuffer, channel: int, timeout: float | None = None) -> None:

@@ -21,10 +21,6 @@ publishes call g + 1 after its pull of call g has ended, and each pull waits for
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -32,66 +28,18 @@ import triton.language as tl
 from weft.collectives.device import signals
 from weft.collectives.device.device_math import cdiv, divided, either_ptr, rounded
 from weft.collectives.device.launches import launching
-from weft.collectives.kernels.collective_launch import (
-    REDUCED,
-    as_words,
-    has_nan,
-    within_budget,
-)
+from weft.collectives.kernels.collective_launch import REDUCED, as_words, has_nan, within_budget
 from weft.collectives.kernels.pieces import combined
-from weft.collectives.memory.symmetric import persistent
+from weft.collectives.kernels.pull_boxes import HEAD, BoxTable
 from weft.collectives.memory.workspace import Workspace, check_room, link_of
 
-REDUCE_OPS = ("sum", "max", "min", "product")
-_HEAD = 5  # numel, target offset, source offset, first holder, holders; then three a dim
-_ROW_HEAD = signals.Constant(_HEAD)
+_REDUCE_OPS = ("sum", "max", "min", "product")
+_ROW_HEAD = signals.Constant(HEAD)
 _BLOCK, _PROGRAMS = 1024, 128
 # Of those tried, what spills on no chip with Triton 3.6 or 3.7: 8 or 16 bytes the other way round.
 _COPY_WARPS, _SUM_WARPS = 8, 4
 _MOST_ELEMENTS = 2**31 - _BLOCK  # of a box: its elements are numbered in int32, by whole blocks
 _INTERPRETED_BLOCK, _INTERPRETED_PROGRAMS = 64, 2
-
-
-@dataclass(frozen=True)
-class Box:
-    """A block to take. Offsets and strides in elements.
-
-    Attributes:
-        holders: ranks of the group that have it, in the order in which they are reduced.
-        extents: its size along each dim.
-        source_at, source_strides: where it lies in the contiguous x of each holder.
-        target_at, target_strides: where it goes in the contiguous output.
-    """
-
-    holders: tuple[int, ...]
-    extents: tuple[int, ...]
-    source_at: int
-    source_strides: tuple[int, ...]
-    target_at: int
-    target_strides: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class BoxTable:
-    """Boxes as the kernel reads them. Made by `table_of`.
-
-    Attributes:
-        rows: int64, one row for each box, those that lie in this rank's own x first.
-        holders: int64, the ranks of all boxes.
-        local: how many boxes need no peer.
-        dims: dims of a box.
-        word: bytes of an element; copies use wider elements than the tensor's.
-        op: "copy", or the reduction.
-        divisor: of the result.
-    """
-
-    rows: torch.Tensor
-    holders: torch.Tensor
-    local: int
-    dims: int
-    word: int
-    op: str
-    divisor: int
 
 
 def refusal(dtype: torch.dtype, op: str | None, divisor: int, largest: int) -> str:
@@ -105,85 +53,9 @@ def refusal(dtype: torch.dtype, op: str | None, divisor: int, largest: int) -> s
         return f"a tensor has more than {_MOST_ELEMENTS} elements"
     if op is None:
         return f"no kernel for {dtype}" if dtype.is_complex else ""
-    if op not in REDUCE_OPS or dtype not in REDUCED:
+    if op not in _REDUCE_OPS or dtype not in REDUCED:
         return f"no kernel for a {op} of {dtype}"
     return "" if divisor == 1 or dtype.is_floating_point else f"no average of {dtype}"
-
-
-def _merged(box: Box, itemsize: int) -> list[list[int]]:
-    """[extent, target stride, source stride] in bytes, outermost first, in as few dims as possible.
-
-    The innermost one is of single bytes.
-    """
-    dims = [[itemsize, 1, 1]]
-    steps = zip(box.extents, box.target_strides, box.source_strides, strict=True)
-    for extent, target, source in reversed(list(steps)):
-        size, inner_target, inner_source = dims[0]
-        target, source = target * itemsize, source * itemsize
-        if extent == 1:
-            continue
-        if target == size * inner_target and source == size * inner_source:
-            dims[0][0] = size * extent
-        else:
-            dims.insert(0, [extent, target, source])
-    return dims
-
-
-def table_of(
-    boxes: Sequence[Box],
-    rank: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    op: str | None = None,
-    divisor: int = 1,
-    align: int = 16,
-) -> BoxTable:
-    """What `rank` is to take, made once for all calls with the same layouts.
-
-    Args:
-        op: reduction of boxes with several holders; None if there are none.
-        divisor: by which every element is divided.
-        align: bytes that divide the addresses of x and out.
-    """
-    size = dtype.itemsize
-    copies = op is None or (divisor == 1 and all(len(box.holders) == 1 for box in boxes))
-    dims = [_merged(box, size) for box in boxes]
-    word = size
-    while copies and word < min(align, 8) and all(
-        at * size % (2 * word) == 0
-        for box, merged in zip(boxes, dims, strict=True)
-        for at in (box.source_at, box.target_at)
-    ) and all(
-        merged[-1][0] % (2 * word) == 0
-        and all(step % (2 * word) == 0 for dim in merged[:-1] for step in dim[1:])
-        for merged in dims
-    ):  # fmt: skip
-        word *= 2
-    count = max((len(merged) for merged in dims), default=1)
-    rows: list[list[int]] = []
-    holders: list[int] = []
-    order = sorted(range(len(boxes)), key=lambda i: boxes[i].holders != (rank,))
-    for i in order:
-        box = boxes[i]
-        *outer, (inner, _, _) = dims[i]
-        row = [
-            math.prod(box.extents) * size // word, box.target_at * size // word,
-            box.source_at * size // word, len(holders), len(box.holders),
-        ]  # fmt: skip
-        for extent, target, source in [[1, 0, 0]] * (count - 1 - len(outer)) + outer:
-            row += [extent, target // word, source // word]
-        rows.append([*row, inner // word, 1, 1])
-        holders += box.holders
-    return BoxTable(
-        persistent(torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1), device),
-        persistent(torch.tensor(holders, dtype=torch.int64, device="cpu"), device),
-        sum(box.holders == (rank,) for box in boxes),
-        count,
-        word,
-        "copy" if copies else str(op),
-        divisor,
-    )
 
 
 @triton.jit(do_not_specialize=["numel", "rank"])
@@ -271,7 +143,7 @@ def _pull_kernel(
     out_ptr,
     count,  # elements of out
     x_ptr,
-    rows_ptr,  # (boxes, _HEAD + 3 DIMS)
+    rows_ptr,  # (boxes, HEAD + 3 DIMS)
     holders_ptr,
     boxes,
     local_boxes,
@@ -342,7 +214,7 @@ def launch_pull(
         BLOCK=block,
         num_warps=_SUM_WARPS,
     )
-    row = _HEAD + 3 * table.dims
+    row = HEAD + 3 * table.dims
     launching(_pull_kernel, max(1, min(most, -(-into.numel() // block))))(
         into,
         into.numel(),

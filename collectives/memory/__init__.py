@@ -1,6 +1,8 @@
 """Symmetric memory, and the calls that use it.
 
 May import `collectives.ranks` and `collectives.device`. Read `symmetric` (a buffer that every rank
-can address), `rendezvous` (how GPUs come by it), `workspace` (two halves, used in turn by the calls
-of a channel), `exchange` (a call of the host engine), `direct` (CPU ranks that read each other).
+can address), `backends` (where its memory comes from), `rendezvous` (how GPUs come by it), `waiter`
+(signals between CPU ranks), `workspace` (two halves, used in turn by the calls of a channel),
+`exchange` (a call of the host engine), `checks` (what WEFT_CHECK=1 compares), `direct` (CPU ranks
+that read each other), `cuda_graphs`.
 """

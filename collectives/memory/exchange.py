@@ -13,15 +13,11 @@ the current stream: the host never waits, and the block only enqueues.
 from __future__ import annotations
 
 import ctypes
-import sys
-import zlib
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from contextlib import suppress
-from types import FrameType
 
 import torch
 
-from weft import settings
 from weft.collectives.memory.workspace import Workspace, workspace
 from weft.collectives.ranks import pad, waits
 from weft.collectives.ranks.flight import HOST, Call, call_of
@@ -422,79 +418,3 @@ def _agreed(group: Group, op: str, value: int, call: Call) -> list[int]:
         _answer(ws, generation, calls, signature)
         raise MismatchError(_differ(group, calls))
     return [own[word - 1] for word in range(first, end, pad.LINE)]
-
-
-_RECORD_BYTES = 1024
-
-
-def check_call(group: Group, describe: Callable[[], str]) -> None:
-    """With WEFT_CHECK=1, compare descriptions of the call across the ranks before anything else.
-
-    Raises:
-        MismatchError: on every rank, naming the ranks that differ and what each of them calls.
-    """
-    if not settings.check_calls() or group.world_size == 1 or group.why:
-        return
-    call, asked = describe(), settings.current_engine()
-    if asked != "auto":
-        call += f' on the "{asked}" engine'
-    record = f"{call}\n{_caller()}"
-    text = record.encode()[:_RECORD_BYTES].ljust(_RECORD_BYTES, b"\0")
-    shape = (_RECORD_BYTES,)
-    ws = workspace(group, _RECORD_BYTES, channel="check", device=_CPU)
-    with exchange_on(ws, "the check of WEFT_CHECK=1", _CPU) as ex:
-        ex.local(shape, torch.uint8).copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        ex.signal_all()
-        ex.wait_all()
-        records = [
-            bytes(ex.peer(rank, shape, torch.uint8).tolist()).rstrip(b"\0").decode()
-            for rank in range(ex.world_size)
-        ]
-    calls, _, lines = zip(*(record.rpartition("\n") for record in records), strict=True)
-    if len(set(calls)) > 1:
-        usual = max(set(calls), key=lambda text: (calls.count(text), -calls.index(text)))
-        at = calls.index(usual)
-        odd = {rank: text for rank, text in enumerate(calls) if text != usual}
-        raise MismatchError(
-            f"the ranks make different calls: {usual} on rank {at} ({lines[at]})"
-            + "".join(f", but {text} on rank {rank} ({lines[rank]})" for rank, text in odd.items())
-        )
-
-
-def _caller() -> str:
-    """The line of the program that makes a call: the innermost of a file that is not weft's own,
-    nor torch's.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in (
-        "weft", "torch", "contextlib",
-    ):  # fmt: skip
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "in backward"
-
-
-def check_shards(group: Group, op: str, x: torch.Tensor) -> None:
-    """With WEFT_CHECK=1, check that no two ranks pass the same tokens (*, features) as shards.
-
-    Shards whose tokens are all alike, as padding is, and those of one token, tell nothing.
-
-    Raises:
-        MismatchError: on every rank, naming the ranks whose shards are bitwise the same.
-    """
-    if not settings.check_calls() or group.world_size == 1 or group.why:
-        return
-    tokens = x.detach().reshape(-1, x.shape[-1]).contiguous()
-    raw = tokens.view(torch.uint8).cpu()
-    told = bool((raw != raw[:1]).any())  # the hash, or one of no other rank's
-    mine = zlib.crc32(raw.numpy().data) if told else -1 - group.rank
-    ranks: dict[int, list[int]] = {}
-    for rank, value in enumerate(agree(group, f"{op}, check of shards", mine)):
-        ranks.setdefault(value, []).append(rank)
-    if same := [alike for alike in ranks.values() if len(alike) > 1]:
-        raise MismatchError(
-            f"{op} takes this rank's shard of the tokens, and ranks "
-            + "; ranks ".join(", ".join(map(str, alike)) for alike in same)
-            + " pass bitwise the same: gradients would count these tokens once for each of them. "
-            "If x is the same whole activation on every rank, make the layers with "
-            "sequence_dim=None; if not, pass each rank its own part, x.chunk(world_size, dim)[rank]"
-        )

@@ -11,130 +11,26 @@ Virtual ranks bring a third.
 from __future__ import annotations
 
 import math
-import mmap
-import os
-import time
 import weakref
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from weft import settings
-from weft.collectives.ranks import flight, pad, waits
+from weft.collectives.memory.backends import (
+    CudaMemory,
+    LocalMemory,
+    Memory,
+    PosixMemory,
+    persistent,
+)
+from weft.collectives.memory.waiter import Waiter, told_by
+from weft.collectives.ranks import flight, pad
 from weft.collectives.ranks.group import Group, GroupLike, moves_gpu_tensors, resolve
 from weft.collectives.ranks.reports import Report, check_all
-from weft.errors import MismatchError, PeerTimeout, WeftError
-
-
-class Memory(Protocol):
-    """What a backend provides: every rank's segment, pad first, as bytes this rank can reach."""
-
-    segments: list[torch.Tensor]  # uint8, one a rank
-    multicast_ptr: int
-
-
-class PosixMemory:
-    """Shared memory of the CPU ranks of one host.
-
-    Rank 0 makes an anonymous file (memfd) and the others open it through /proc. It never has a name
-    in /dev/shm, so nothing can be left there, however ranks die, and the size of /dev/shm (64 MiB
-    in a container by default) is no limit.
-    """
-
-    def __init__(self, nbytes: int, group: Group) -> None:
-        self.multicast_ptr = 0
-        total = nbytes * group.world_size
-        fd, error = -1, ""
-        try:
-            if group.rank == 0:
-                try:
-                    fd = os.memfd_create("weft")
-                    os.ftruncate(fd, total)
-                except OSError as failure:
-                    error = str(failure)
-            owner_fd, error = group.gather_objects((fd, error), "shared memory")[0]
-            if not error:
-                try:
-                    if group.rank != 0:
-                        path = f"/proc/{group.processes[0].pid}/fd/{owner_fd}"
-                        fd = os.open(path, os.O_RDWR)
-                    # Populate: a page fault costs more than copying the page, and would happen
-                    # later, during a call that may be timed.
-                    populate = getattr(mmap, "MAP_POPULATE", 0)
-                    memory = mmap.mmap(fd, total, mmap.MAP_SHARED | populate)
-                except OSError as failure:
-                    error = str(failure)
-            # All ranks learn of a failure anywhere, and rank 0 keeps its file open until all have
-            # it.
-            errors = group.gather_objects(error, "shared memory")
-        finally:  # a rank may have died meanwhile
-            if fd >= 0:
-                os.close(fd)
-        if any(errors):
-            rank = next(r for r, text in enumerate(errors) if text)
-            raise RuntimeError(f"rank {rank} could not map {total} bytes: {errors[rank]}")
-        everything = torch.frombuffer(memory, dtype=torch.uint8)
-        self.segments = list(everything.split(nbytes))
-
-
-class CudaMemory:
-    """torch's symmetric memory: NVLink peers, or several ranks on one GPU.
-
-    Each buffer is an allocation of its own. `symm_mem.empty` takes from a pool that reuses what was
-    freed: ranks that have freed different things would present memory that their peers take for
-    another buffer, or wait for a rendezvous that a peer believes to have had.
-    """
-
-    def __init__(self, nbytes: int, group: Group, device: torch.device) -> None:
-        from torch._C._distributed_c10d import _SymmetricMemory
-
-        from weft.collectives.memory import rendezvous
-
-        _allow_shared_gpus(group, device)
-        counts = group.gather_objects(rendezvous.count(), "symmetric memory of GPUs")
-        own = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
-        own.zero_()
-
-        def met() -> Any:
-            with torch.cuda.device(device):
-                return rendezvous.meet(own, group, counts)
-
-        with ThreadPoolExecutor(max_workers=1) as beside:  # it allocates tables: see `persistent`
-            self._handle = beside.submit(met).result()
-        self.multicast_ptr = int(self._handle.multicast_ptr or 0)
-        self.segments = [
-            own if r == group.rank else self._handle.get_buffer(r, (nbytes,), torch.uint8)
-            for r in range(group.world_size)
-        ]
-        torch.cuda.synchronize(device)
-        group.gather_objects(None, "symmetric memory")  # no rank signals before all pads are zero
-
-
-def _allow_shared_gpus(group: Group, device: torch.device) -> None:
-    """Have torch accept ranks that share a GPU, where there are too few GPUs.
-
-    It also takes ranks that see one GPU each for such. Ranks that forgot to set their device are
-    still refused.
-    """
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    gpus = set(group.gather_objects(uuid, "the GPUs of the ranks"))
-    if torch.cuda.device_count() >= group.world_size:
-        return
-    os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-    if len(gpus) < group.world_size:
-        # Multicast would wait for as many GPUs as there are ranks.
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-
-
-class LocalMemory:
-    """Plain memory, for a group of one rank."""
-
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.multicast_ptr = 0
-        self.segments = [persistent(torch.zeros(nbytes, dtype=torch.uint8, device="cpu"), device)]
+from weft.errors import MismatchError
 
 
 def device_for(group: Group, asked: torch.device | str | None) -> torch.device:
@@ -150,18 +46,6 @@ def device_for(group: Group, asked: torch.device | str | None) -> torch.device:
     if device.type == "cuda" and device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def persistent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`values` on `device`, to be kept from call to call.
-
-    While torch.compile prepares CUDA graphs, a thread's allocations come from memory that the
-    graphs reuse even if somebody keeps it. So another thread allocates.
-    """
-    if device.type != "cuda":
-        return values.to(device)
-    with ThreadPoolExecutor(max_workers=1) as beside:
-        return beside.submit(values.to, device).result()
 
 
 _open: weakref.WeakSet[SymmetricBuffer] = weakref.WeakSet()
@@ -292,9 +176,14 @@ class SymmetricBuffer:
             return self.group.virtual.waiter(self)
         return Waiter(self, timeout)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether `close` was not called."""
+        return self._memory is not None
+
     def check_open(self) -> None:
         """Raise RuntimeError if `close` was called."""
-        if self._memory is None:
+        if not self.is_open:
             raise RuntimeError("this symmetric buffer is closed: make a new one")
 
     def _reported(self) -> Report | None:
@@ -396,180 +285,6 @@ def _agree_on_spec(group: Group, spec: tuple[Any, ...], channel: str, error: str
                 f"dtype, device = {first}, rank {rank} for {other}"
                 + (f". They called {first_call} and {call}" if call != first_call else "")
             )
-
-
-class Waiter:
-    """Signals between CPU ranks: posts to peers' pads, bounded waits on this rank's own.
-
-    A post is a release and a wait an acquire. On x86 every store and load already is; elsewhere
-    a fence makes it one.
-
-    Attributes:
-        call: hash of the call that waits, which peers that make another are told; 0: they cannot
-            be told on this memory.
-    """
-
-    SPIN_S = 20e-6  # after that, yield the core to a peer that may have none
-    YIELD_S = 2e-3
-    # A core yielded to another program comes back after milliseconds, a sleeper gets one when it
-    # wakes. So once a yield has taken LOST_S, waits sleep instead for SLEEPY_S.
-    LOST_S, SLEEPY_S = 200e-6, 0.1
-
-    def __init__(self, buffer: SymmetricBuffer, timeout: float | None = None) -> None:
-        self.rank, self.group = buffer.rank, buffer.group
-        self.words = [buffer.words(r) for r in range(buffer.world_size)]
-        self.own = self.words[buffer.rank]
-        self.timeout, self.call = timeout, 0
-        # With more ranks than cores, a spinning rank takes time from the one it waits for.
-        crowded = buffer.world_size > (os.cpu_count() or 1)
-        self.spin_s = 0.0 if crowded else self.SPIN_S
-        self._sleepy_until = 0.0
-
-    def post(self, peer: int, value: int, word: int = 0) -> None:
-        """Tell `peer` that this rank has reached `value`."""
-        fence()
-        self.words[peer][pad.HOST_SLOTS + pad.LINE * self.rank + word] = value
-
-    def wait(self, peer: int, value: int, op: str, word: int = 0) -> None:
-        """Wait until `peer` has reached `value`.
-
-        Raises:
-            PeerTimeout: it did not come in time, its process ended, or another rank gave up on it.
-            MismatchError: it waits for this rank in another call, and cannot be answered here.
-        """
-        slot = pad.HOST_SLOTS + pad.LINE * peer + word
-        if self.own[slot] < value:
-            try:
-                self._wait(slot, peer, value, op)
-            except WeftError:
-                raise
-            except BaseException:  # of a signal's handler
-                self.break_off()
-                raise
-        fence()
-
-    def _wait(self, slot: int, peer: int, value: int, op: str) -> None:
-        global _wait_seconds
-        own, clock = self.own, time.perf_counter
-        start = clock()
-        timeout = settings.timeout_s() if self.timeout is None else self.timeout
-        next_look, lasting = start + waits.LOOK_NS / 1e9, None
-        try:
-            while own[slot] < value:
-                now = clock()
-                waited = now - start
-                if waited < self.spin_s:
-                    continue
-                if waited < self.YIELD_S and now > self._sleepy_until:
-                    os.sched_yield()
-                    if (back := clock()) - now > self.LOST_S:
-                        self._sleepy_until = back + self.SLEEPY_S
-                    continue
-                time.sleep(50e-6)
-                if now < next_look:
-                    continue
-                next_look = now + waits.LOOK_NS / 1e9
-                self.check(op)
-                if waited > timeout or not self.group.processes[peer].alive():
-                    self.give_up(peer, value, op, waited)
-                if self.group.virtual is None:
-                    looked = time.monotonic_ns()
-                    if lasting is None:
-                        lasting = self._lasting(peer, looked - int(waited * 1e9))
-                    if own[slot] < value and (stuck := lasting.stuck(looked)):
-                        self._differs(stuck)
-        finally:
-            if lasting is not None:
-                lasting.end()
-        _wait_seconds += clock() - start
-
-    def _lasting(self, peer: int, since: int) -> waits.LongWait:
-        calls, pid = self.group.calls, self.group.processes[peer].pid
-        return waits.LongWait(pid, calls.group, self.call or calls.last, since)
-
-    def _differs(self, stuck: Mapping[int, waits.Waiting]) -> None:
-        """Tell peers that wait for each other, in other calls, of this rank's."""
-        told = self.call or self.group.calls.last
-        if not self.call and waits.closes(stuck):
-            self.break_off()
-        waits.answer({pid: each.calls for pid, each in stuck.items()}, told)
-        if not self.call and waits.closes(stuck):
-            raise MismatchError(self.group.differ(stuck))
-
-    def give_up(self, peer: int, value: int, op: str, waited: float) -> None:
-        """Tell every rank that the group is broken, and raise."""
-        self._tell(pad.TIMED_OUT, self.rank, peer, value)
-        raise PeerTimeout(self.rank, peer, op, value, waited, self.group.calls.history())
-
-    def break_off(self) -> None:
-        """Tell every rank that this one leaves a call which it has begun.
-
-        A peer that comes to it later would take what lies there for the data of its own call.
-        """
-        self._tell(pad.FAILED, self.rank, self.rank, 0)
-
-    def _tell(self, *status: int) -> None:
-        for words in self.words:
-            words[pad.STATUS] = pad.status_word(*status)
-
-    def check(self, op: str) -> None:
-        """Raise if a wait on this memory has timed out, here or on another rank."""
-        if status := self.own[pad.STATUS]:
-            raise told_by(status, self.rank, op, self.group.calls)
-
-
-def told_by(status: int, rank: int, op: str, calls: flight.Calls | None = None) -> WeftError:
-    """The error that STATUS in the pad of `rank` tells of; `calls`: of its group."""
-    code, waiter, peer, generation = pad.status_in(status)
-    if calls and calls.parting:
-        return MismatchError(f"{op}: {calls.parting}{flight.UNUSABLE}")
-    if code == pad.FAILED:
-        return MismatchError(
-            f"{op}: rank {peer} has failed or was interrupted amid a call, its own error tells "
-            f"why{flight.UNUSABLE}"
-        )
-    if code == pad.OVERLAPPED:
-        return WeftError(
-            f"{op}: two calls on the same memory ran on rank {waiter} at the same time (call "
-            f"{generation}), as a CUDA graph that is replayed in one stream does beside calls or "
-            f"replays in another. Have one stream wait for the other (torch.cuda.Stream."
-            f"wait_stream){flight.UNUSABLE}"
-        )
-    # Our kernels write the same words, so this rank may itself be the waiter.
-    blamed = peer if peer != rank else waiter
-    waited_s = settings.timeout_s() if (code, waiter) == (pad.TIMED_OUT, rank) else 0.0
-    history = calls.history() if calls else ""
-    return PeerTimeout(rank, blamed, op, generation, waited_s, history)
-
-
-_wait_seconds = 0.0
-
-
-def wait_seconds() -> float:
-    """Total seconds that this process has spent waiting for peers in calls on the CPU."""
-    return _wait_seconds
-
-
-if os.uname().machine in ("x86_64", "i686"):
-
-    def fence() -> None:
-        """Nothing: stores become visible in order on this machine, and loads happen in order."""
-
-else:
-    import threading
-
-    _fence_lock = threading.Lock()
-
-    def fence() -> None:
-        """Order the memory accesses before this against those after it.
-
-        What is before the first release cannot pass it, what is after the second acquire cannot
-        pass that, and a release and a later acquire keep their order.
-        """
-        with _fence_lock:
-            pass
-        with _fence_lock:
-            pass
 
 
 def empty(

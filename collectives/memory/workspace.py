@@ -78,6 +78,7 @@ class Workspace:
         self.hosted = False
         self.captured = False
         self._repeated: _Repeat | None = None
+        self._launches: dict[float, dict[Hashable, Callable[[], object]]] = {}
         self._failed = ""  # the op of a call that this rank began and did not make
 
     @property
@@ -190,6 +191,15 @@ class Workspace:
         if signals.INTERPRETED or (virtual is not None and virtual.sharing > 1):
             return lambda key, operands, make: make()
         return launches.Repeated(self.device, [self.buffer_ptrs, self.signal_ptrs]).call
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its memory has not been freed."""
+        return self.buffer.is_open
+
+    def kept_launches(self) -> dict[Hashable, Callable[[], object]]:
+        """What `launch_kept` keeps for this workspace, by the time-out that is set now."""
+        return self._launches.setdefault(settings.timeout_s(), {})
 
     def lacks(self, pid: int) -> bool:
         """Whether the process `pid` has begun a call here that this rank has not."""
@@ -380,6 +390,11 @@ def workspace(
     with unwatched(group):
         _workspaces[key] = Workspace(group, on, half, channel)
     return _workspaces[key]
+
+
+def workspaces() -> list[Workspace]:
+    """All that calls of this process use."""
+    return [*_workspaces.values()]
 
 
 def check_peers() -> None:

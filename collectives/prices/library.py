@@ -39,7 +39,7 @@ _HBM_SHARE = (
     0.9  # of the data sheet's bandwidth, read by a kernel; the norms of TokenWeave's figures
 )
 
-Attention = Literal["FA2", "FA3", "FA4", "cuDNN"]
+Attention = Literal["FA2", "FA3", "FA4", "cuDNN", "masked"]  # masked: torch's, by a given mask
 # Share of the data sheet's half-precision rate, forward and backward, of long sequences that see
 # all keys, heads of 128. [FA2], [FA3], [FA4]
 _ATTENTION = {

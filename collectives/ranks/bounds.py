@@ -15,14 +15,23 @@ from __future__ import annotations
 import os
 import time
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
 
 from weft import settings
-from weft.collectives.ranks.group import Group, store_of
 from weft.errors import PeerTimeout, WeftError
+
+if TYPE_CHECKING:
+    from weft.collectives.ranks.group import Group
 
 _BEAT_S, _YIELD_S = 1.0, 2e-3
 _GAVE_UP = "gave up on "
+
+
+def store_of(group: Group) -> Any:
+    """The store of its process group, through which ranks meet before they know each other."""
+    return dist.distributed_c10d._world.pg_map.get(group.pg, (None, None))[1]
 
 
 class Presence:

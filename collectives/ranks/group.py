@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import threading
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,18 +18,21 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from weft import settings
 from weft.collectives.ranks import flight, waits
+from weft.collectives.ranks.bounds import store_of
 from weft.collectives.ranks.peer_access import why_gpus_do_not_reach
-from weft.errors import MismatchError, PeerTimeout, WeftError
+from weft.collectives.ranks.set_up import gather_by_group, gather_by_store
+from weft.errors import MismatchError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from weft.collectives.memory.symmetric import Memory, SymmetricBuffer, Waiter
+    from weft.collectives.memory.backends import Memory
+    from weft.collectives.memory.symmetric import SymmetricBuffer
+    from weft.collectives.memory.waiter import Waiter
     from weft.collectives.prices.hardware import Hardware
 
 # A process group or its name, a 1-D mesh, a Group; None: the world.
@@ -173,10 +175,10 @@ class Group:
         store, mine = store_of(self), (what, value)
         with unwatched(self):  # set-up is no part of the program, nor of a graph that is traced
             if store is not None and not self.why:
-                told = [pickle.loads(each) for each in _gather(self, store, mine)]
+                told = [pickle.loads(each) for each in gather_by_store(self, store, mine)]
             elif store is not None and _CPU in self.pg._device_types:
                 # Ranks on several hosts do so in each call: no store takes that.
-                told = [pickle.loads(each) for each in _gather_by_group(self, what, mine)]
+                told = [pickle.loads(each) for each in gather_by_group(self, what, mine)]
             else:
                 dist.all_gather_object(told, mine, group=self.pg)
         self.calls.end(noted)
@@ -220,117 +222,7 @@ def unwatched(group: Group | None = None) -> AbstractContextManager[None]:
 
 
 _CPU = torch.device("cpu")
-_arrivals: Counter[str] = Counter()
 _described: Counter[str] = Counter()
-
-_GAVE_UP = b"weft gave up on "  # no pickle begins so
-
-
-def _gather(group: Group, store: Any, value: Any) -> list[bytes]:
-    """What every rank has put into the store of a group, pickled.
-
-    A process group would wait for its own time-out, half an hour, and then name nobody. Keys are
-    numbered, as a store outlives the groups made with it; a rank that gives up says so under its
-    own, until it comes again. All ranks have read the keys before the last.
-    """
-    name, W = group.pg.group_name, group.world_size
-    number = _arrivals[name] + 1
-    keys = [f"weft {number} {rank}" for rank in range(W)]
-    store.set(keys[group.rank], pickle.dumps(value))
-    found: list[bytes] = []
-
-    def come() -> bool:
-        if store.check(keys):
-            found[:] = store.multi_get(keys)
-        return bool(found) and not any(each.startswith(_GAVE_UP) for each in found)
-
-    try:
-        _until(come, group, lambda: _absent(group, store, keys), number)
-    except WeftError as error:
-        gone = error.peer if isinstance(error, PeerTimeout) else _absent(group, store, keys)
-        store.set(keys[group.rank], _GAVE_UP + str(gone).encode())
-        raise
-    if number > 1:
-        store.delete_key(f"weft {number - 1} {group.rank}")
-    _arrivals[name] = number
-    return found
-
-
-def _until(come: Callable[[], bool], group: Group, absent: Callable[[], int], number: int) -> None:
-    """Wait in a set-up until all ranks have `come`.
-
-    Args:
-        absent: a rank that has not.
-
-    Raises:
-        PeerTimeout: one did not come in time, or has died.
-        MismatchError: one waits for this rank in another call.
-    """
-    timeout_s, start = settings.timeout_s(), time.monotonic_ns()
-    pause_s, next_look, lasting = 1e-4, start + waits.LOOK_NS, None
-    try:
-        while True:
-            looked = time.monotonic_ns()
-            if come():
-                return
-            if (waited_s := (looked - start) / 1e9) > timeout_s:
-                raise _not_come(group, absent(), number, waited_s)
-            if looked > next_look and group.processes:
-                next_look = looked + waits.LOOK_NS
-                for peer, process in enumerate(group.processes):
-                    if not process.alive():
-                        raise _not_come(group, peer, number, waited_s)
-                peer = absent()
-                pid = group.processes[peer].pid
-                if lasting is None or lasting.peer != pid:
-                    lasting = waits.LongWait(pid, group.calls.group, group.calls.last, start)
-                stuck = {} if peer == group.rank else lasting.stuck(looked)
-                if waits.closes(stuck):
-                    calls = {each: wait.calls for each, wait in stuck.items()}
-                    waits.answer(calls, group.calls.last)
-                    raise MismatchError(group.differ(stuck))
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 0.02)
-    finally:
-        if lasting is not None:
-            lasting.end()
-
-
-def _not_come(group: Group, peer: int, number: int, waited_s: float) -> PeerTimeout:
-    history = group.calls.history()
-    return PeerTimeout(group.rank, peer, "set-up of the group", number, waited_s, history)
-
-
-def _absent(group: Group, store: Any, keys: Sequence[str]) -> int:
-    """A rank that has not come: one that nobody has seen, before one that has given that up."""
-    gave_up = group.rank
-    for peer in group.peers():
-        if not store.check([keys[peer]]):
-            return peer
-        if (said := store.get(keys[peer])).startswith(_GAVE_UP):
-            blamed = int(said.removeprefix(_GAVE_UP))
-            gave_up = peer if blamed == group.rank else blamed
-    return gave_up
-
-
-def store_of(group: Group) -> Any:
-    """The store of its process group, through which ranks meet before they know each other."""
-    return dist.distributed_c10d._world.pg_map.get(group.pg, (None, None))[1]
-
-
-def _gather_by_group(group: Group, what: str, value: Any) -> list[bytes]:
-    """What every rank gives, pickled, by two collectives of its process group on the CPU."""
-    from weft.collectives.ranks.bounds import finish
-
-    W, data = group.world_size, torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=_CPU) for _ in range(W)]
-    size = torch.tensor([len(data)], device=_CPU)
-    finish(group, what, dist.all_gather(sizes, size, group=group.pg, async_op=True))
-    longest = max(map(int, sizes))
-    padded = torch.nn.functional.pad(data, (0, longest - len(data)))
-    parts = [torch.empty_like(padded) for _ in range(W)]
-    finish(group, what, dist.all_gather(parts, padded, group=group.pg, async_op=True))
-    return [bytes(part[: int(n)].numpy()) for part, n in zip(parts, sizes, strict=True)]
 
 
 _groups: dict[str, Group] = {}
@@ -478,64 +370,6 @@ def _existing(find: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
             f"{error}: destroy_process_group() has ended it, or it was made in another process. A "
             f"mesh, and the DTensors on it, last as long as the groups that it was made with"
         ) from None
-
-
-def is_traced(x: torch.Tensor) -> bool:
-    """Whether a call of `x` is traced rather than run, and so must go through torch.ops.weft.
-
-    That is under torch.compile, export or make_fx, or if `x` stands for a tensor. What moves bytes
-    by their address would be missing in a graph, and must not be given tensors without memory.
-
-    Raises:
-        ValueError: `x` is not a tensor.
-    """
-    if torch.compiler.is_compiling():
-        return True
-    if is_plain(x):
-        return x.is_meta or (_count_modes() > 0 and any(map(_mode, _TRACERS)))
-    if not isinstance(x, torch.Tensor):
-        raise ValueError(f"a tensor is wanted, got {type(x).__name__}: torch.as_tensor makes one")
-    return type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-
-
-def is_plain(x: torch.Tensor) -> bool:
-    """Whether `x` is a tensor of torch's own, which stands for no other."""
-    return type(x) in _PLAIN
-
-
-def is_call_traced(x: torch.Tensor) -> bool:
-    """`is_traced(x)` for a public function, after checking that it can run otherwise.
-
-    Raises:
-        ValueError: `x` is not a tensor, or not dense.
-        NotImplementedError: under torch.func or forward-mode differentiation, which cannot
-            differentiate what comes from peers.
-    """
-    traced = is_traced(x)
-    if traced and torch.compiler.is_compiling():
-        return True
-    check_untransformed()
-    if not traced and x.layout is not torch.strided:
-        raise ValueError(f"a dense tensor is wanted, got layout {x.layout}: x.to_dense() is one")
-    return traced
-
-
-def check_untransformed() -> None:
-    """Check that no transform of torch.func is at work, nor forward-mode differentiation.
-
-    Raises:
-        NotImplementedError: one is.
-    """
-    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
-        raise NotImplementedError(
-            "weft is differentiable by torch.autograd only, not by torch.func (grad, vmap, jvp, "
-            "..) or forward-mode differentiation: use torch.autograd.grad"
-        )
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-_count_modes, _mode = torch._C._len_torch_dispatch_stack, torch._C._get_dispatch_mode
-_TRACERS = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE)
 
 
 def group_name(group: GroupLike) -> str:

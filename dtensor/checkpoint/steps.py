@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
 from weft import settings
-from weft.collectives.ranks.group import Group, store_of
+from weft.collectives.ranks.bounds import store_of
+from weft.collectives.ranks.group import Group
 from weft.errors import PeerTimeout
 
 _CHUNK_BYTES = 4 << 20  # TCPStore refuses values of more than 8 MiB

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Partial
 
-from weft.collectives.ranks.group import is_traced
 from weft.collectives.ranks.reports import check_all
+from weft.collectives.ranks.traced import is_traced
 from weft.dtensor.dispatch.call import leaves
 from weft.dtensor.layout.boxes import Layout, layout_of
 from weft.dtensor.move.redistribute import move

@@ -23,8 +23,9 @@ from torch.distributed.tensor import Replicate
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from weft.collectives.ranks import caches
-from weft.collectives.ranks.group import forget_meshes, is_plain
+from weft.collectives.ranks.group import forget_meshes
 from weft.collectives.ranks.reports import check_all
+from weft.collectives.ranks.traced import is_plain
 from weft.dtensor.dispatch.call import Op, leaves, map_tree
 from weft.dtensor.dispatch.planning import CallPlan, make_plan, quickest
 from weft.dtensor.dispatch.variants import Reshaped, keep_age, refuse_old_views

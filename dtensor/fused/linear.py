@@ -22,7 +22,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from weft import settings
-from weft.collectives.ranks.group import here, is_traced
+from weft.collectives.ranks.group import here
+from weft.collectives.ranks.traced import is_traced
 from weft.dtensor.dispatch.call import PENDING, Op, leaves
 from weft.dtensor.dispatch.dispatch import dispatch, run_plan
 from weft.dtensor.dispatch.planning import CallPlan, plan_of

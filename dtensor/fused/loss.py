@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import Partial
 
 from weft.collectives.ranks.chunks import chunk_sizes
-from weft.collectives.ranks.group import is_traced
+from weft.collectives.ranks.traced import is_traced
 from weft.dtensor.dispatch.agreement import all_agree
 from weft.dtensor.fused.products import is_dtensor
 from weft.dtensor.layout.boxes import contiguous_layout, is_shard

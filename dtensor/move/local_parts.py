@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate
 
 from weft.collectives import Group, agree, spanning_group
-from weft.collectives.movement import by_group
-from weft.collectives.ranks.group import forget_meshes, is_traced, resolve
+from weft.collectives.process_groups import by_group
+from weft.collectives.ranks.group import forget_meshes, resolve
+from weft.collectives.ranks.traced import is_traced
 from weft.dtensor.layout.boxes import (
     Layout,
     Placements,

@@ -23,13 +23,14 @@ import torch.distributed as dist
 
 from weft import settings
 from weft.collectives import exchange, ranks_group, spanning_group, workspace
-from weft.collectives.memory.exchange import check_call
-from weft.collectives.movement import sendable
+from weft.collectives.memory.checks import check_call
+from weft.collectives.process_groups import sendable
 from weft.collectives.profiled import profiled
 from weft.collectives.ranks.bounds import finish
 from weft.collectives.ranks.flight import GENERIC, call_of
-from weft.collectives.ranks.group import Group, is_traced, kept_by_group, resolve
+from weft.collectives.ranks.group import Group, kept_by_group, resolve
 from weft.collectives.ranks.reports import check_all
+from weft.collectives.ranks.traced import is_traced
 from weft.dtensor.layout.boxes import (
     REDUCE,
     Layout,
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-    from weft.collectives.kernels.pull import Box
+    from weft.collectives.kernels.pull_boxes import Box
 
 Blocks = list[list[torch.Tensor]]
 # Yields once this rank has published what the others need; returns its local tensor.
@@ -263,7 +264,7 @@ def _has_kernel(step: Step, local: torch.Tensor, group: Group) -> bool:
 def _pull_by_kernel(
     step: Step, local: torch.Tensor, pieces: tuple[PulledPiece, ...], group: Group
 ) -> Running:
-    from weft.collectives.kernels import pull
+    from weft.collectives.kernels import pull, pull_boxes
 
     local = local.contiguous()
     out = local.new_empty(step.target.local_shape)
@@ -273,7 +274,7 @@ def _pull_by_kernel(
     key = (local.device, align)
     if (table := step.tables.get(key)) is None:
         boxes = [_box(step, piece, group) for piece in pieces]
-        table = step.tables[key] = pull.table_of(
+        table = step.tables[key] = pull_boxes.table_of(
             boxes, group.rank, local.dtype, local.device,
             op=step.reduce_op, divisor=step.scale, align=align,
         )  # fmt: skip
@@ -287,7 +288,7 @@ def _pull_by_kernel(
 
 def _box(step: Step, piece: PulledPiece, group: Group) -> Box:
     """`piece` as the kernel takes it."""
-    from weft.collectives.kernels.pull import Box
+    from weft.collectives.kernels.pull_boxes import Box
 
     source = contiguous_stride(step.source.shape_at(piece.holders[0]))
     target = contiguous_stride(step.target.local_shape)

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from weft.collectives.ranks.group import is_traced
+from weft.collectives.ranks.traced import is_traced
 from weft.dtensor.dispatch.agreement import all_agree
 from weft.dtensor.dispatch.call import Choices, Decomposed, OpCall, Strategy, rule
 from weft.dtensor.layout.boxes import (

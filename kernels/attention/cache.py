@@ -132,15 +132,20 @@ def _check_lengths(
         )
 
 
+def host_reads(lengths: torch.Tensor) -> bool:
+    """Whether calls look at the lengths first: on a GPU the host would have to wait for them."""
+    return not lengths.is_cuda
+
+
 def check_room(
     cache: Cache, lengths: torch.Tensor, group: Group, op: str, oldest: int | None
 ) -> None:
-    """Raise on every rank if the caches of one cannot hold the sequences. On a CPU only.
+    """Raise on every rank if the caches of one cannot hold the sequences, if the host reads these.
 
     Args:
         oldest: how many tokens at the end of each sequence are read; None: all.
     """
-    if lengths.is_cuda or not lengths.numel():
+    if not host_reads(lengths) or not lengths.numel():
         return
     why = _no_room(cache, lengths, oldest)
     if not group.why:  # their caches may differ in size

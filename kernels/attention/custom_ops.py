@@ -25,9 +25,9 @@ from typing import Any
 import torch
 
 from weft.collectives import Group, resolve
-from weft.collectives.collective_ops import even_sizes
 from weft.collectives.custom_ops import compose, define, differentiate, gathered_sizes, world_of
 from weft.collectives.ranks.group import alone
+from weft.collectives.sizes import even_sizes
 from weft.kernels.attention import swaps, ulysses
 from weft.kernels.attention.decode import append_to_cache, flash_decode
 from weft.kernels.attention.plan import AttentionOptions, AttentionPlan, plan_attention

@@ -23,24 +23,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from weft import settings
-from weft.collectives import Group, all_gather, resolve
+from weft.collectives import Group, all_gather, resolve, workspace
 from weft.collectives.device.launches import layouts_of
-from weft.collectives.memory.exchange import check_call
+from weft.collectives.memory.checks import check_call
 from weft.collectives.profiled import profiled
 from weft.collectives.ranks.flight import call_of
-from weft.collectives.ranks.group import GroupLike, alone, group_name, is_call_traced
+from weft.collectives.ranks.group import GroupLike, alone, group_name
 from weft.collectives.ranks.reports import check_all
-from weft.kernels.attention.cache import Cache, Shard, check_room, checked_cache
+from weft.collectives.ranks.traced import is_call_traced
+from weft.kernels.attention.cache import Cache, Shard, check_room, checked_cache, host_reads
 from weft.kernels.attention.decode_host import attend_locally, merge_ranks, wide_dtype, with_lse
 from weft.kernels.engine.chips import chip_of
-from weft.kernels.engine.engines import Problem, choose, too_wide
+from weft.kernels.engine.engines import Problem, RunnableEngine, choose, too_wide
 from weft.kernels.engine.fp8 import FP8
+from weft.kernels.engine.plans import Plans
 
 # Of a query of one head: of wider ones not even the smallest tile, 16 queries, fits in a core.
 WIDEST_BYTES = 2048
@@ -111,24 +113,44 @@ def flash_decode(
         return (out, lse) if return_lse else out
     group = alone() if shard is None else resolve(group)
     by_head = shard == "head"
-    cache = checked_cache("q", q, k_cache, v_cache, lengths, shard, block_size, block_table, group)
-    T, D = q.shape[2:]
-    scale = 1 / math.sqrt(D) if scale is None else float(scale)
-    if window is not None and not (isinstance(window, int) and window >= 0):
-        raise ValueError(f"window must be a number of tokens >= 0, or None for all, got {window!r}")
-    told = q.dtype, q.shape, ("blocks of", cache.block), ("by", shard), ("window", window)
-    check_call(group, lambda: call_of("flash_decode", told).text.decode())
-    oldest = None if window is None else T + window
-    check_room(cache, lengths, group, "flash_decode", oldest)
-    engine = choose(_problem(q, cache, lengths, group, oldest), group, q.device)
+    operands = q, k_cache, v_cache, lengths, block_table
+    layouts = layouts_of(operands) if isinstance(lengths, torch.Tensor) else ()  # an error follows
+
+    def planned() -> _Plan:
+        cache = checked_cache(
+            "q", q, k_cache, v_cache, lengths, shard, block_size, block_table, group
+        )
+        T, D = q.shape[2:]
+        if window is not None and not (isinstance(window, int) and window >= 0):
+            raise ValueError(
+                f"window must be a number of tokens >= 0, or None for all, got {window!r}"
+            )
+        told = q.dtype, q.shape, ("blocks of", cache.block), ("by", shard), ("window", window)
+        return _Plan(
+            told,
+            1 / math.sqrt(D) if scale is None else float(scale),
+            (cache.block, cache.rank, cache.world_size),
+            None if window is None else T + window,
+        )
+
+    asked = group, scale, shard, block_size, window, settings.current_engine()
+    plan = _plans.of((*asked, layouts), planned)
+    cache = Cache(k_cache, v_cache, block_table, *plan.split)
+    check_call(group, lambda: call_of("flash_decode", plan.told).text.decode())
+    engine = plan.engine
+    if engine is None:
+        check_room(cache, lengths, group, "flash_decode", plan.oldest)
+        engine = choose(_problem(q, cache, lengths, group, plan.oldest), group, q.device)
+        if not host_reads(lengths):
+            plan.engine = engine
     if by_head:
         q = q.chunk(group.world_size, 1)[group.rank]
     if engine == "triton":
-        out, lse = _by_kernel(q, cache, lengths, scale, alone() if by_head else group, window, told)
+        out, lse = _by_kernel(q, cache, lengths, plan, alone() if by_head else group, window)
     else:
-        out, lse = attend_locally(q, cache, lengths, scale, window)
+        out, lse = attend_locally(q, cache, lengths, plan.scale, window)
         if not by_head and group.world_size > 1:
-            out, lse = merge_ranks(out, lse, group, engine == "generic", told)
+            out, lse = merge_ranks(out, lse, group, engine == "generic", plan.told)
     if by_head and group.world_size > 1:
         sizes = [q.shape[1]] * group.world_size
         packed = all_gather(with_lse(out, lse), group, dim=1, sizes=sizes)
@@ -137,29 +159,50 @@ def flash_decode(
     return (out, lse.contiguous()) if return_lse else out
 
 
+@dataclass(eq=False)
+class _Plan:
+    """What calls with operands of the same layouts come to.
+
+    Attributes:
+        told: what must be the same on every rank.
+        split: block, rank and world_size of the cache.
+        oldest: as in `check_room`.
+        engine: None where it goes by lengths that the host reads.
+        room: bytes of the workspace that the kernel needs, once that is known.
+    """
+
+    told: tuple[Hashable, ...]
+    scale: float
+    split: tuple[int, int, int]
+    oldest: int | None
+    engine: RunnableEngine | None = None
+    room: int = -1
+
+
+_plans = Plans[_Plan](f"{__name__}._plans")
+
+
 @profiled("flash_decode")
 def _by_kernel(
     q: torch.Tensor,
     cache: Cache,
     lengths: torch.Tensor,
-    scale: float,
+    plan: _Plan,
     group: Group,
     window: int | None,
-    told: tuple[Hashable, ...],
 ) -> Sequence[torch.Tensor]:
     """out (B, H, T, D) and lse (B, H, T)."""
     from weft.kernels.flash import decode_kernel as kernel
 
-    ws = kernel.workspace_for(q, cache, group)
+    if plan.room < 0:
+        plan.room = kernel.room_for(q, cache, group.world_size)
+    ws = workspace(group, plan.room, channel=kernel.CHANNEL, device=q.device)
 
     def launched() -> tuple[torch.Tensor, ...]:
-        return kernel.launch_flash_decode(q, cache, lengths, scale, ws, window=window)
+        return kernel.launch_flash_decode(q, cache, lengths, plan.scale, ws, window=window)
 
-    operands = q, cache.k, cache.v, cache.table, lengths
-    of = cache.block, cache.rank, cache.world_size
-    with ws.call("flash_decode", told):
-        key = "flash_decode", scale, window, of, layouts_of(operands)
-        return ws.repeat(key, operands, launched)
+    with ws.call("flash_decode", plan.told):
+        return ws.repeat(plan, (q, cache.k, cache.v, cache.table, lengths), launched)
 
 
 def _problem(
@@ -167,7 +210,7 @@ def _problem(
 ) -> Problem:
     """What the choice of engine depends on; `oldest` as in `check_room`."""
     (B, H, T, D), refusal = q.shape, ""
-    if not lengths.is_cuda:
+    if host_reads(lengths):
         # Of rank 0, which holds the most: all ranks must choose alike, and their room may differ.
         most = replace(cache, rank=0).seen(max(lengths.tolist(), default=0))
         if most >= 1 << 31:
@@ -229,29 +272,48 @@ def append_to_cache(
             block_size, block_table,
         )  # fmt: skip
         return
-    check_all()
     group = alone() if shard is None else resolve(group)
-    if k.shape != v.shape or (v.dtype, v.device) != (k.dtype, k.device):
-        raise ValueError(
-            f"k and v must match, got {tuple(k.shape)} {k.dtype} on {k.device} and "
-            f"{tuple(v.shape)} {v.dtype} on {v.device}"
-        )
-    cache = checked_cache("k", k, k_cache, v_cache, lengths, shard, block_size, block_table, group)
     ranks = group.world_size if shard == "head" else 1
-    if k.shape[1] != k_cache.shape[1] * ranks:
-        raise ValueError(
-            f"k and v must hold the {k_cache.shape[1]} key heads of the caches of {ranks} ranks, "
-            f"got {tuple(k.shape)}"
+    given = k, v, k_cache, v_cache, lengths, block_table
+
+    def checked() -> tuple[int, int, int]:
+        if k.shape != v.shape or (v.dtype, v.device) != (k.dtype, k.device):
+            raise ValueError(
+                f"k and v must match, got {tuple(k.shape)} {k.dtype} on {k.device} and "
+                f"{tuple(v.shape)} {v.dtype} on {v.device}"
+            )
+        cache = checked_cache(
+            "k", k, k_cache, v_cache, lengths, shard, block_size, block_table, group
         )
+        if k.shape[1] != k_cache.shape[1] * ranks:
+            raise ValueError(
+                f"k and v must hold the {k_cache.shape[1]} key heads of the caches of {ranks} "
+                f"ranks, got {tuple(k.shape)}"
+            )
+        check_all()
+        return cache.block, cache.rank, cache.world_size
+
+    layouts = layouts_of(given) if isinstance(lengths, torch.Tensor) else ()  # an error follows
+    key = group, shard, block_size, layouts
+    cache = Cache(k_cache, v_cache, block_table, *_appends.of(key, checked))
     check_room(cache, lengths, group, "append_to_cache", k.shape[2])
     if ranks > 1:
         k, v = (x.chunk(ranks, 1)[group.rank] for x in (k, v))
-    if group.on_gpus(k.device) or settings.current_engine() == "triton":
-        from weft.kernels.flash import decode_kernel
-
-        decode_kernel.launch_append(k, v, cache, lengths)
-    else:
+    if not (group.on_gpus(k.device) or settings.current_engine() == "triton"):
         _append(k, v, cache, lengths)
+        return
+    from weft.kernels.flash import decode_kernel
+
+    def launched() -> tuple[()]:
+        decode_kernel.launch_append(k, v, cache, lengths)
+        return ()
+
+    # It has no use for the memory, but for what is kept there.
+    ws = workspace(alone(), channel=decode_kernel.CHANNEL, device=k.device)
+    ws.repeat(("append_to_cache", key), (k, v, *given[2:]), launched)
+
+
+_appends = Plans[tuple[int, int, int]](f"{__name__}._appends")
 
 
 def name_of(group: GroupLike, shard: Shard) -> str:

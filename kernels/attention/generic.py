@@ -14,8 +14,8 @@ import torch
 from torch.nn import functional
 
 from weft.collectives import Group, all_gather, reduce_scatter
-from weft.collectives.memory.symmetric import persistent
-from weft.kernels.attention.host import contiguous_rows
+from weft.collectives.memory.backends import persistent
+from weft.kernels.attention.library import contiguous_rows
 from weft.kernels.flash.geometry import UNBOUNDED, Geometry, Span
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The host engine of `ring_attention`: attention part by part, at the speed of torch's own kernel.
+"""The host engine of `ring_attention`: attention part by part, at the speed of torch's own kernels.
 
 Softmax over keys that arrive in parts: each part gives an output and the log-sum-exp of its
 scores, and two of them merge exactly:
@@ -6,20 +6,31 @@ scores, and two of them merge exactly:
     out = out_a * sigmoid(lse_a - lse_b) + out_b * sigmoid(lse_b - lse_a)
     lse = log(exp(lse_a) + exp(lse_b))
 
-In backward, torch's kernel is given the output and log-sum-exp over *all* keys, so that its
-probabilities are the final ones and the gradients of the parts simply add up. No matrix of scores
-is kept.
+In backward, torch's kernel (`library`) is given the output and log-sum-exp over *all* keys, so that
+its probabilities are the final ones and the gradients of the parts simply add up. No matrix of
+scores is kept.
+
+On a CPU a peer's keys are read in place. On a GPU the copy engines fetch them, in a stream beside
+the one that attends:
+
+    attends   publish | own keys ... | keys of r + 1 ... | keys of r + 2 ... | keys of r + 3 ...
+    fetches           | r + 1 | r + 2               | r + 3              | r + 4
+
+into two rooms by turns, so a rank holds two shards besides its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
 
 from weft.collectives import Exchange, exchange
+from weft.kernels.attention.library import KeyPart, WholeResult, kernels_for
+from weft.kernels.engine.shards import copy_stream
 from weft.kernels.flash.geometry import Geometry, Rectangle, Visibility, rectangles_between
 
 if TYPE_CHECKING:
@@ -51,54 +62,49 @@ class Total:
 
 
 class PartialAttention:
-    """Attention of queries (B, H, S, D) to the keys so far, in fp32 or wider."""
+    """Attention of queries (B, H, S, D) to the keys so far.
+
+    The first part's results are kept as they come, in q's dtype; others are merged into them in
+    fp32 or wider.
+    """
 
     def __init__(self, q: torch.Tensor, sees: Visibility, scale: float) -> None:
-        self._q, self._sees, self._scale = contiguous_rows(q), sees, scale
-        wide = torch.promote_types(q.dtype, torch.float32)
-        self._out = torch.empty(q.shape, dtype=wide, device=q.device)
-        self._lse = torch.empty(q.shape[:3], dtype=wide, device=q.device)
+        self._kernels = kernels_for(q.device)
+        self._q, self._sees, self._scale = self._kernels.operand(q), sees, scale
+        self._wide = torch.promote_types(q.dtype, torch.float32)
+        self._out, self._lse = q.new_empty(0), q.new_empty(0)
         self._begun = False
 
     def add(self, k: torch.Tensor, v: torch.Tensor, rectangles: Iterable[Rectangle]) -> None:
         """Attend to more keys, k and v (B, H_kv, S_k, D), in the given `rectangles`."""
         if not _any_work(self._q, k):
             return
-        k, v = contiguous_rows(k), contiguous_rows(v)
-        for rectangle in rectangles:
-            rows, keys = slice(*rectangle.queries), slice(*rectangle.keys)
-            mask = _mask(rectangle, self._sees, self._q)
-            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                self._q[:, :, rows],
-                k[:, :, keys],
-                v[:, :, keys],
-                is_causal=rectangle.kind == "causal",
-                attn_mask=mask,
-                scale=self._scale,
-            )
-            if mask is not None:  # torch's kernel returns 0 for queries that see nothing
-                lse = lse.masked_fill((mask < 0).all(-1), -torch.inf)
-            self._merge(rows, out, lse)
+        k, v = self._kernels.operand(k), self._kernels.operand(v)
+        for rectangle in _parts(rectangles, self._kernels.square):
+            part = _part_of(rectangle, self._q, k, v, self._sees, self._scale)
+            self._merge(slice(*rectangle.queries), *self._kernels.forward(part))
 
     def _merge(self, rows: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
-        if not self._begun and lse.shape == self._lse.shape:
-            self._begun = True
-            self._out.copy_(out)
-            self._lse.copy_(lse)
+        if not self._begun and out.shape == self._q.shape:
+            self._begun, self._out, self._lse = True, out, lse
             return
-        total, seen = (x[:, :, rows] for x in self.result())
-        # If neither saw anything, -inf - -inf is NaN.
-        weight = torch.sigmoid(lse - seen).nan_to_num_(0.0)
-        total.lerp_(out.to(total.dtype), weight.unsqueeze(-1))
-        torch.logaddexp(seen, lse, out=seen)
+        self._begin()
+        self._out = self._out.to(self._wide)
+        self._kernels.merge(self._out[:, :, rows], self._lse[:, :, rows], out, lse)
+
+    def _begin(self) -> None:
+        if not self._begun:
+            shape = self._q.shape
+            self._out = self._q.new_zeros(shape, dtype=self._wide)
+            self._lse = self._q.new_full(shape[:3], -torch.inf, dtype=self._wide)
+            self._begun = True
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output (B, H, S, D) and log-sum-exp (B, H, S): 0 and -inf where nothing was seen."""
-        if not self._begun:
-            self._begun = True
-            self._out.zero_()
-            self._lse.fill_(-torch.inf)
-        return self._out, self._lse
+        """The output (B, H, S, D), in q's dtype, and log-sum-exp (B, H, S), in fp32 or wider, both
+        contiguous: 0 and -inf where nothing was seen.
+        """
+        self._begin()
+        return self._out.to(self._q.dtype).contiguous(), self._lse.contiguous()
 
 
 class AttentionGrad:
@@ -110,18 +116,26 @@ class AttentionGrad:
 
     def __init__(self, saved: Saved, sees: Visibility, scale: float) -> None:
         q, _, _, out, lse, grad_out, grad_lse = saved
+        self._kernels = kernels_for(q.device)
         self._sees, self._scale, self._width = sees, scale, q.shape[3]
-        self._lse = lse.masked_fill(lse == -torch.inf, 0.0)  # exp(-inf - 0) is 0
+        lse = lse.masked_fill(lse == -torch.inf, 0.0)  # exp(-inf - 0) is 0
         self.dq = Total(torch.empty(q.shape, dtype=lse.dtype, device=q.device))
         self._columns = 0
-        if grad_lse is not None:
-            # d(score) = p * (dp - sum(grad_out * out) + grad_lse). An extra column, in which q, k
-            # and v are 0, brings the last term into the sum.
-            self._columns = 1
+        self._of_lse: WholeResult | None = None
+        # d(score) = p * (dp - sum(grad_out * out) + grad_lse).
+        if grad_lse is not None and self._kernels.columns:
+            # An extra column, in which q, k and v are 0, brings the last term into the sum.
+            self._columns = self._kernels.columns
             out = torch.cat([out, torch.ones_like(out[..., :1])], -1)
             grad_out = torch.cat([grad_out, -grad_lse.unsqueeze(-1).to(grad_out.dtype)], -1)
+        elif grad_lse is not None:
+            # A second call brings it, in which v is 0, and so dp.
+            one, of_one = torch.zeros_like(out), torch.zeros_like(out)
+            one[..., 0], of_one[..., 0] = 1, -grad_lse
+            self._of_lse = WholeResult(one, lse, of_one)
         self._q = self._widened(q)
-        self._out, self._grad_out = out, contiguous_rows(grad_out)
+        result = self._kernels.result
+        self._whole = WholeResult(result(out), lse, result(grad_out))
 
     def add(
         self,
@@ -135,39 +149,52 @@ class AttentionGrad:
         if not _any_work(self._q, k):
             return
         k, v = self._widened(k), self._widened(v)
-        for rectangle in rectangles:
+        for rectangle in _parts(rectangles, self._kernels.square):
             rows, keys = slice(*rectangle.queries), slice(*rectangle.keys)
-            grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                self._grad_out[:, :, rows],
-                self._q[:, :, rows],
-                k[:, :, keys],
-                v[:, :, keys],
-                self._out[:, :, rows],
-                self._lse[:, :, rows],
-                0.0,
-                rectangle.kind == "causal",
-                attn_mask=_mask(rectangle, self._sees, self._q),
-                scale=self._scale,
-            )
+            part = _part_of(rectangle, self._q, k, v, self._sees, self._scale)
+            grads = self._kernels.backward(part, self._whole.rows(rows))
             where = ((self.dq, rows), (dk, keys), (dv, keys))
-            for (total, part), grad in zip(where, grads, strict=True):
-                total.add(part, grad[..., : self._width])
+            for (total, at), grad in zip(where, grads, strict=True):
+                total.add(at, grad[..., : self._width])
+            if self._of_lse is not None:
+                part = part._replace(v=torch.zeros_like(part.v))
+                grads = self._kernels.backward(part, self._of_lse.rows(rows))
+                for (total, at), grad in zip(where[:2], grads[:2], strict=True):
+                    total.add(at, grad)
 
     def _widened(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.pad(x, (0, self._columns)) if self._columns else contiguous_rows(x)
-
-
-def contiguous_rows(x: torch.Tensor) -> torch.Tensor:
-    """x with contiguous rows, which torch's kernel assumes, and in no other dim neighbours.
-
-    There the kernel would take its result, laid out like overlapping queries, for another layout.
-    """
-    return x if x.stride(-1) == 1 and 1 not in x.stride()[:-1] else x.contiguous()
+        return functional.pad(x, (0, self._columns)) if self._columns else self._kernels.operand(x)
 
 
 def _any_work(q: torch.Tensor, k: torch.Tensor) -> bool:
     """Whether no size is 0: torch's kernel divides by them."""
     return q.numel() > 0 and k.numel() > 0
+
+
+def _parts(rectangles: Iterable[Rectangle], square: bool) -> Iterator[Rectangle]:
+    """The calls to make: if `square`, queries beyond a causal rectangle's keys see all of them."""
+    for rectangle in rectangles:
+        (first, last), (begin, end) = rectangle.queries, rectangle.keys
+        middle = first + end - begin
+        if square and rectangle.kind == "causal" and middle < last:
+            yield Rectangle((first, middle), rectangle.keys, "causal")
+            yield Rectangle((middle, last), rectangle.keys, "full")
+        else:
+            yield rectangle
+
+
+def _part_of(
+    rectangle: Rectangle,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sees: Visibility,
+    scale: float,
+) -> KeyPart:
+    rows, keys = slice(*rectangle.queries), slice(*rectangle.keys)
+    mask = _mask(rectangle, sees, q)
+    operands = q[:, :, rows], k[:, :, keys], v[:, :, keys]
+    return KeyPart(*operands, scale, rectangle.kind == "causal", mask)
 
 
 def _mask(rectangle: Rectangle, sees: Visibility, q: torch.Tensor) -> torch.Tensor | None:
@@ -204,6 +231,48 @@ def _peers_keys(
     return shown[0], shown[1]
 
 
+def _arriving(
+    ex: Exchange, k: torch.Tensor, geometry: Geometry, peers: Sequence[int]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """k and v of each of `peers`, good until the next are asked for."""
+    if k.is_cuda:
+        return _fetched(ex, k, geometry, peers)
+    return (_peers_keys(ex, peer, k, geometry) for peer in peers)
+
+
+def _fetched(
+    ex: Exchange, k: torch.Tensor, geometry: Geometry, peers: Sequence[int]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The same, copied by the copy engines. The first two are under way when this returns."""
+    main, side = torch.cuda.current_stream(k.device), copy_stream(k.device)
+    shapes = [_shape_of(k, peer, geometry) for peer in peers]
+    rooms = [k.new_empty(max(map(math.prod, shapes))) for _ in peers[:2]]
+    for room in rooms:
+        room.record_stream(side)  # should the call fail, its copies may outlast it
+
+    def fetch(i: int) -> tuple[torch.Tensor, torch.cuda.Event]:
+        into = rooms[i % 2][: math.prod(shapes[i])].view(shapes[i])
+        side.wait_stream(main)  # what was in this room has been read
+        with torch.cuda.stream(side):
+            ex.wait(peers[i])
+            into.copy_(ex.peer(peers[i], shapes[i], k.dtype))
+            arrived = torch.cuda.Event()
+            arrived.record(side)
+        return into, arrived
+
+    under_way = [fetch(i) for i in range(len(rooms))]
+
+    def each() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for i in range(len(peers)):
+            here, arrived = under_way[i % 2]
+            main.wait_event(arrived)
+            yield here[0], here[1]
+            if i + 2 < len(peers):
+                under_way[i % 2] = fetch(i + 2)
+
+    return each()
+
+
 def _shape_of(k: torch.Tensor, rank: int, geometry: Geometry) -> tuple[int, ...]:
     """Shape of k and v of `rank` together, or of their gradients."""
     return (2, *k.shape[:2], geometry.k_sizes[rank], k.shape[3])
@@ -218,7 +287,7 @@ def _shown_bytes(k: torch.Tensor, geometry: Geometry, dtype: torch.dtype) -> int
 def host_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionPlan
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse: over the own keys, then over each peer's in place."""
+    """out and lse: over the own keys, then over each peer's."""
     geometry, rank = call.geometry, call.group.rank
     partial = PartialAttention(q, geometry.sees, call.scale)
     nbytes = _shown_bytes(k, geometry, k.dtype)
@@ -226,12 +295,14 @@ def host_forward(
         call.group, nbytes, "ring_attention", q.device, channel="ring keys", told=call.told
     ) as ex:  # fmt: skip
         _publish_keys(ex, k, v)
+        seen = {peer: rectangles_between(geometry, rank, peer) for peer in ex.peers()}
+        wanted = [peer for peer in seen if seen[peer]]
+        arriving = _arriving(ex, k, geometry, wanted)
         partial.add(k, v, rectangles_between(geometry, rank, rank))
-        for peer in ex.peers():
-            if seen := rectangles_between(geometry, rank, peer):
-                partial.add(*_peers_keys(ex, peer, k, geometry), seen)
+        for peer, (keys, values) in zip(wanted, arriving, strict=True):
+            partial.add(keys, values, seen[peer])
         out, lse = partial.result()
-        return ex.result(out.to(q.dtype)), ex.result(lse)
+        return ex.result(out), ex.result(lse)
 
 
 def host_backward(call: AttentionPlan, saved: Saved) -> Gradients:
@@ -244,6 +315,9 @@ def host_backward(call: AttentionPlan, saved: Saved) -> Gradients:
     told = call.told
     with exchange(group, nbytes, op, q.device, channel="ring keys", told=told) as keys:
         _publish_keys(keys, k, v)
+        peers = [(rank + step) % W for step in range(1, W)]
+        wanted = [peer for peer in peers if rectangles_between(geometry, rank, peer)]
+        arriving = _arriving(keys, k, geometry, wanted)
         grad.add(k, v, rectangles_between(geometry, rank, rank), dk, dv)
         nbytes = _shown_bytes(k, geometry, wide)
         for step in range(1, W):
@@ -255,7 +329,7 @@ def host_backward(call: AttentionPlan, saved: Saved) -> Gradients:
             ) as ex:  # fmt: skip
                 if seen := rectangles_between(geometry, rank, owner):
                     parts = [Total(x) for x in ex.local(_shape_of(k, owner, geometry), wide)]
-                    grad.add(*_peers_keys(keys, owner, k, geometry), seen, *parts)
+                    grad.add(*next(arriving), seen, *parts)
                     for part in parts:
                         part.result()  # in place, also where there was nothing to add
                 ex.signal_all()

@@ -8,18 +8,22 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
 from weft import settings
 from weft.collectives import Group, resolve
-from weft.collectives.collective_ops import check_sizes
 from weft.collectives.device.launches import layouts_of
-from weft.collectives.memory.exchange import agree, check_call
+from weft.collectives.memory.checks import check_call
+from weft.collectives.memory.exchange import agree
 from weft.collectives.ranks.flight import call_of
 from weft.collectives.ranks.group import GroupLike
+from weft.collectives.sizes import check_sizes
+from weft.kernels.attention.library import gpu_refusal
 from weft.kernels.engine.engines import Problem, RunnableEngine, choose, too_wide
+from weft.kernels.engine.fused_times import AttentionWork
 from weft.kernels.engine.plans import Plans
 from weft.kernels.flash.geometry import (
     UNBOUNDED,
@@ -155,16 +159,42 @@ def _planned(
         dtype=q.dtype,
         moved_bytes=moved * k.element_size(),
         refusal="" if W <= _MOST_RANKS else f"a ring has at most {_MOST_RANKS} ranks, got {W}",
-        host_refusal=_host_refusal(q, scale),
+        host_refusal=_host_refusal(q, scale, geometry),
         kernel_refusal=too_wide(D, _WIDEST) if group.on_gpus(q.device) else "",
+        attention=_work(q, group, op, geometry),
     )
     return AttentionPlan(op, group, geometry, scale, choose(problem, group, q.device), told)
 
 
-def _host_refusal(q: torch.Tensor, scale: float) -> str:
-    if q.device.type != "cpu":
-        return "it uses torch's CPU kernel"
-    return "" if scale > 0 else f"torch's CPU kernel needs scale > 0 for its mask, got {scale}"
+def _host_refusal(q: torch.Tensor, scale: float, geometry: Geometry) -> str:
+    if q.device.type == "cpu":
+        return "" if scale > 0 else f"torch's CPU kernel needs scale > 0 for its mask, got {scale}"
+    if not scale > 0:
+        return f"torch's attention needs scale > 0, got {scale}"
+    if geometry.sees.before < sum(geometry.q_sizes) - 1:
+        return "torch's attention on GPUs has no window to the left"
+    return gpu_refusal(q.device, q.dtype, q.shape[3])
+
+
+def _work(q: torch.Tensor, group: Group, op: str, geometry: Geometry) -> AttentionWork | None:
+    """What attention on GPUs is priced by."""
+    if not group.on_gpus(q.device):
+        return None
+    W, sees, by_head = group.world_size, geometry.sees, op == "ulysses_attention"
+    queries, keys = sum(geometry.q_sizes), sum(geometry.k_sizes)
+    ends = sees.documents or (0, keys)
+    alike = sum((end - start) ** 2 for start, end in pairwise(ends)) // max(keys, 1)
+    return AttentionWork(
+        batch=q.shape[0],
+        heads=-(-q.shape[1] // W) if by_head else q.shape[1],
+        head_dim=q.shape[3],
+        queries=queries if by_head else -(-queries // W),
+        keys=keys,
+        seen=max(1, min(alike, sees.before + sees.after + 1)),
+        parts=1 if by_head else W,
+        documents=-(-(len(ends) - 1) // (1 if by_head else W)),
+        causal=sees.after == 0 and sees.before >= queries - 1,
+    )
 
 
 def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> None:

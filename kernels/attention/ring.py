@@ -7,8 +7,9 @@ W ranks; rank r holds n_r queries and m_r keys and values of the whole sequences
                                     ...
 
 Forward, host engine. Every rank copies its k and v into symmetric memory and signals; it attends to
-its own keys, then to each peer's in place once that peer has signalled, rank + 1 first. Partial
-results are merged by log-sum-exp (`host`). Keys that no query here sees are not read.
+its own keys, then to each peer's once that peer has signalled, rank + 1 first: on a CPU in place,
+on a GPU in copies made meanwhile. Partial results are merged by log-sum-exp (`host`). Keys that no
+query here sees are not read.
 
 Backward. Keys are published again. In step t = 0, 1, .. W - 1, rank r takes the keys of rank r + t:
 dq is added up here, and dk and dv are written to symmetric memory, where their owner reads them at
@@ -29,7 +30,8 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.collectives.profiled import profiler_enabled
-from weft.collectives.ranks.group import GroupLike, group_name, is_call_traced
+from weft.collectives.ranks.group import GroupLike, group_name
+from weft.collectives.ranks.traced import is_call_traced
 from weft.kernels.attention.generic import gathered_attention, gathered_gradients
 from weft.kernels.attention.host import host_backward, host_forward
 from weft.kernels.attention.plan import AttentionOptions, AttentionPlan, plan_attention

@@ -27,8 +27,9 @@ import torch
 
 from weft import settings
 from weft.collectives import resolve
-from weft.collectives.collective_ops import known_sizes
-from weft.collectives.ranks.group import GroupLike, alone, group_name, is_call_traced
+from weft.collectives.ranks.group import GroupLike, alone, group_name
+from weft.collectives.ranks.traced import is_call_traced
+from weft.collectives.sizes import known_sizes
 from weft.kernels.attention.plan import (
     AttentionOptions,
     AttentionPlan,

@@ -18,7 +18,9 @@ import triton
 
 from weft.collectives import chunk_sizes
 from weft.collectives.device import stream_signals
-from weft.collectives.kernels import collective_launch, multimem, pull
+from weft.collectives.kernels import collective_launch, multimem, pull, pull_boxes
+from weft.collectives.memory.workspace import link_of
+from weft.kernels.attention import merge_kernel
 from weft.kernels.attention.cache import Cache
 from weft.kernels.attention.decode import WIDEST_BYTES
 from weft.kernels.attention.ring import Saved
@@ -27,6 +29,8 @@ from weft.kernels.engine import chips
 from weft.kernels.engine.chips import Chip
 from weft.kernels.engine.epilogues import Activation
 from weft.kernels.engine.fp8 import Scaling
+from weft.kernels.experts import contract_grouped_kernel, expert_launch
+from weft.kernels.experts.expert_tiles import RowTable
 from weft.kernels.flash import decode_kernel, ring_grad_kernel, ring_kernel
 from weft.kernels.flash.geometry import (
     UNBOUNDED,
@@ -104,6 +108,7 @@ def _workspace() -> Any:
         timeout_ns=600 * 10**9,
         buffer=SimpleNamespace(multicast_ptr=1 << 40),
         repeat=lambda key, operands, make: make(),
+        kept_launches=dict,
     )
 
 
@@ -286,7 +291,7 @@ def _collective_launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, 
         stream_signals.wait(ws, 1)
         stream_signals.end(ws)
         stream_signals.end(ws, [torch.empty(8, 8, dtype=dtype, device="meta")] * 2)
-        copy_engines.announce(ws, 1, 0, 2)
+        copy_engines.announce(ws, link_of(ws), 1, 0, 2)
     yield from (("signals of a stream", launch) for launch in caught)
     reduced = dtype in op.REDUCED
     for case, count in (("collective", 8 * 8192), ("odd sizes", 8 * 8191 + 1)):
@@ -306,8 +311,8 @@ def _collective_launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, 
     x, everyone = torch.empty(1024, 1024, dtype=dtype, device="meta"), tuple(range(_W))
     pulls = [("pull", (1,), None), *[("pull of sums", everyone, "sum")] * reduced]
     for case, holders, reduce_op in pulls:
-        box = pull.Box(holders, (1024, 128), 0, (1024, 1), 0, (128, 1))
-        table = pull.table_of([box], 0, dtype, x.device, op=reduce_op)
+        box = pull_boxes.Box(holders, (1024, 128), 0, (1024, 1), 0, (128, 1))
+        table = pull_boxes.table_of([box], 0, dtype, x.device, op=reduce_op)
         with catching(pull) as caught:
             pull.launch_pull(x, torch.empty_like(x[:, :128]), ws, table, publish=True)
         yield from ((case, launch) for launch in caught)
@@ -392,6 +397,12 @@ def _attention_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, L
                     saved = Saved(q, k, k, out, lse, q, lse if packed else None)
                     backward(saved, _workspace(), geometry, 0.1)
             yield from ((case.replace("attention", way), launch) for launch in got)
+    if dtype != torch.float32:  # which torch's kernels do not take on GPUs
+        part = empty(1, _HEADS[0], 1024, 128)
+        out, lse = part.float(), part[..., 0].float()
+        with catching(merge_kernel) as got:
+            merge_kernel.launch_merge(out, lse, part, lse)
+        yield from (("attention, merge", launch) for launch in got)
 
 
 def _decode_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, Launch]]:
@@ -440,6 +451,73 @@ def _decode_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, Laun
             yield "append, pages", caught[0]
 
 
+# Of DeepSeek V3 on 8 ranks.
+_EXPERTS, _TOP_K, _EXPERT_K, _EXPERT_N = 32, 8, 7168, 2048
+_MADE: tuple[Activation, ...] = ("swiglu", "gelu")
+
+
+def _expert_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, Launch]]:
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    # Tokens of a rank, whether weights lie as nn.Linear has them, activation, odd widths.
+    sizes: list[tuple[str, int, bool, Activation, int]] = [
+        ("experts", 4096, True, "swiglu", 0),
+        ("experts, gelu", 4096, False, "gelu", 0),
+        ("experts, decode", 16, True, "swiglu", 0),
+    ]
+    if wide:
+        sizes += [
+            (f"experts, {tokens} tokens, {activation}, {odd}", tokens, odd > 0, activation, odd)
+            for tokens in (64, 256, 1024)
+            for activation in _MADE
+            for odd in (0, 1, 8)
+        ]
+    for case, tokens, transposed, activation, odd in sizes:
+        R, K, N = _W * tokens * _TOP_K, _EXPERT_K + odd, _EXPERT_N + odd
+        ends, *rows = (empty(n, dtype=torch.int32) for n in (_EXPERTS, R, R, R))
+        table = RowTable(ends, *rows)
+        w = empty(_EXPERTS, N, K).transpose(1, 2) if transposed else empty(_EXPERTS, K, N)
+        with catching(expert_launch, gathers) as caught:
+            expert_launch.launch_dispatch(
+                empty(tokens, K),
+                [w] * (1 + (activation == "swiglu")),
+                _workspace(),
+                table,
+                [tokens] * _W,
+                activation=activation,
+                keep_sums=activation == "gelu",
+                numbers=empty(tokens, _TOP_K, dtype=torch.float32) if transposed else None,
+            )
+        yield case, caught[-1]
+        if activation == "gelu":
+            continue
+        ids = empty(tokens, _TOP_K, dtype=torch.int32)
+        h, down = empty(R, N), empty(_EXPERTS, K, N).transpose(1, 2)
+        pushes = [(case, [h], [down])]
+        if case == "experts":  # the gradients of weights, of x, and of the router's weights
+            with catching(contract_grouped_kernel) as caught:
+                contract_grouped_kernel.launch_contract_grouped(empty(R, K), h, ends, out=w)
+            yield "experts' weight gradient", caught[0]
+            pushes += [
+                ("d(gate and up of experts)", [h, h], [w.transpose(1, 2)] * 2),
+                ("experts, rows alone", [empty(R, 1)], []),
+            ]
+        for name, hs, weights in pushes:
+            with catching(expert_launch) as caught:
+                expert_launch.launch_combine(
+                    hs,
+                    weights,
+                    _workspace(),
+                    table,
+                    [tokens] * _W,
+                    ids,
+                    _W * _EXPERTS,
+                    topk_weights=empty(tokens, _TOP_K, dtype=torch.float32),
+                )
+            yield from ((name, launch) for launch in caught)
+
+
 def _scaling(dtype: torch.dtype, rows: int, widths: Sequence[int]) -> Scaling | None:
     if dtype.itemsize > 1:
         return None
@@ -469,4 +547,5 @@ def launches(chip: Chip, dtype: torch.dtype, *, wide: bool = False) -> list[tupl
             found += _norm_launches(dtype, wide)
             found += _attention_launches(dtype, wide)
             found += _decode_launches(dtype, wide)
+            found += _expert_launches(dtype, wide)
         return found

@@ -22,6 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from weft.kernels.compile.aot_cases import Launch
 from weft.kernels.compile.plain import plain_attention_kernel, plain_matmul_kernel
 from weft.kernels.engine.chips import Chip, tiling_for
+from weft.markdown import between_marks, markdown_lines
 
 # Dense operations of a cycle and core in 16 bits: those of the data sheet, by its boost clock and
 # the number of cores. Twice as many in 8 bits.
@@ -353,6 +354,5 @@ def text(reports: Sequence[LoopReport]) -> str:
 
 def with_table(page: str, reports: Sequence[LoopReport]) -> str:
     """A page of Markdown with the reports as the table between its marks."""
-    rows = [[*_COLUMNS], ["---"] * 2 + ["---:"] * (len(_COLUMNS) - 2), *map(cells, reports)]
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    return re.sub(r"(?s)(<!-- loops -->\n).*(\n<!-- /loops -->)", rf"\1{table}\2", page)
+    table = markdown_lines(_COLUMNS, [*map(cells, reports)], texts=2)
+    return between_marks(page, "loops", "\n".join(table))

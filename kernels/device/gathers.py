@@ -112,6 +112,7 @@ def _publish_kernel(
     WORLD_SIZE: tl.constexpr,
     COPY_M: tl.constexpr,
     COPY_N: tl.constexpr,
+    SCALES: tl.constexpr,  # of a row
 ) -> None:
     """Copy x into the own half of the next generation and tell every peer. Grid: any.
 
@@ -128,9 +129,9 @@ def _publish_kernel(
     into, source = half + first * pitch, x.ptr + first * x.stride_m
     copy_block(into, source, count, columns, pitch, x.stride_m, x.stride_n, COPY_M, COPY_N)
     if x_scales.ptr is not None:
-        shown = scales_ptr(link, rank, generation, scales_at) + first
-        scales = x_scales.ptr + first * x_scales.stride
-        copy_block(shown, scales, count, 1, 1, x_scales.stride, 0, COPY_M, 1)
+        shown = scales_ptr(link, rank, generation, scales_at) + first * SCALES
+        scales = x_scales.ptr + first * SCALES * x_scales.stride
+        copy_block(shown, scales, count * SCALES, 1, 1, x_scales.stride, 0, COPY_M, 1)
     if signals.is_last_program(link.signal_ptrs, rank, programs):
         signals.set_generation(link.signal_ptrs, rank, generation)
         signals.signal_peers(link.signal_ptrs, rank, WORLD_SIZE, 0, 0, generation)
@@ -276,8 +277,11 @@ def publish(
     copy_n: int,
     x_scales: Scales = NO_SCALES,
     scales_at: int = 0,
+    scales_a_row: int = 1,
 ) -> None:
     """Enqueue the start of the next call on `ws`: publish x (rows, columns) to all peers.
+
+    `x_scales` may have several numbers for each row, in turn.
 
     Raises:
         ValueError: `ws` is too small.
@@ -296,5 +300,6 @@ def publish(
         WORLD_SIZE=ws.world_size,
         COPY_M=copy_m,
         COPY_N=copy_n,
+        SCALES=scales_a_row,
         num_warps=8,
     )

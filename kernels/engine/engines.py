@@ -41,6 +41,7 @@ class Problem:
         refusal: why no fused engine can run the call; empty if one can.
         host_refusal, kernel_refusal: why that engine cannot; empty if it can.
         wire_dtype: in which partial sums are asked to travel; None: as each engine does by itself.
+        attention: what it attends to, on GPUs.
     """
 
     op: str
@@ -53,6 +54,7 @@ class Problem:
     host_refusal: str = ""
     kernel_refusal: str = ""
     wire_dtype: torch.dtype | None = None
+    attention: fused_times.AttentionWork | None = None
 
 
 def too_wide(D: int, widest: int) -> str:
@@ -154,13 +156,16 @@ def _cheapest(problem: Problem, group: Group, device: torch.device) -> tuple[Run
     supported, reason = is_supported(fused, problem, group, device)
     if not supported:
         return "generic", reason
+    without = f"; not host: {problem.host_refusal}" if problem.host_refusal else ""
     if group.world_size == 1:
-        return fused if problem.host_refusal else "host", "one rank"
+        return fused if problem.host_refusal else "host", f"one rank{without}"
     prices = predict(problem, group, device)
-    # On GPUs the host engine is for what the kernel cannot do: in virtual time it is slower.
-    offered = [engine for engine in prices if engine in (fused, "generic")]
+    # On GPUs the host engine of matmuls is for what the kernel cannot do: in virtual time it is
+    # slower. Ranks that stand for GPUs do not have the library's attention.
+    by_library = problem.attention is not None and group.virtual is None
+    offered = [engine for engine in prices if engine != "host" or fused == "host" or by_library]
     best = min(offered, key=lambda engine: prices[engine].score)
-    return best, _compared(best, prices)
+    return best, f"{_compared(best, prices)}{without}"
 
 
 def _compared(best: RunnableEngine, prices: Mapping[RunnableEngine, Price]) -> str:
@@ -216,6 +221,8 @@ def _on_gpus(
     """Transfers overlap with the matmul."""
     if problem.op in tuning.OPS:
         return _fused_matmul(problem, group, device, rates)
+    if problem.attention is not None:
+        return _attention(problem, problem.attention, group, device, rates)
     W, matmul, sync = group.world_size, _matmul(problem, rates), rates.sync_us
     moved = _moved(rates, problem.moved_bytes)
     how = f"{matmul.how}, at {kernel_rates.GUESS:.0%} of that (assumed)"
@@ -228,6 +235,40 @@ def _on_gpus(
         "triton": Price(triton_us, triton_us, (kernel, moved, start), rule),
         "host": _by_copies(matmul, moved, W, sync),
         "generic": replace(apart, score=apart.us),
+    }
+    if problem.host_refusal:
+        del prices["host"]
+    return prices
+
+
+def _attention(
+    problem: Problem,
+    work: fused_times.AttentionWork,
+    group: Group,
+    device: torch.device,
+    rates: cost.Machine,
+) -> dict[RunnableEngine, Price]:
+    """Forward, by the rates of a library's attention."""
+    W, sync, chip = group.world_size, rates.sync_us, hardware_of(group, device, rates)
+    times = fused_times.attention_times(work, chip, fused_times.name_of(problem.dtype))
+    moved, how = _moved(rates, problem.moved_bytes), f"{work.queries} queries, {work.seen} keys"
+    kernel = Part("attention", times.fused, f"{how} at {kernel_rates.ATTENTION:.0%} of a library")
+    start = Part("signals", 2 * sync, f"2 of {sync:.3g} us")
+    fused = max(kernel.us, moved.us) + start.us
+    us = times.parts + times.merges
+    parts = Part("attention", us, f"{how}, in {work.parts} parts, merged in {times.merges:.3g} us")
+    host = _by_copies(parts, moved, W, sync)
+    if work.parts == 1:  # whose heads must all have come
+        us = parts.us + moved.us + 4 * W * sync
+        host = Price(us, us, (parts, moved, host.parts[-1]))
+    gathered = Part("attention", times.gathered, f"{how} of {work.keys}, by the library")
+    apart = (gathered, *_by_process_group(problem, rates).parts[1:])
+    us = sum(part.us for part in apart)
+    rule = "the longer of attention and transfers, then the rest"
+    prices: dict[RunnableEngine, Price] = {
+        "triton": Price(fused, fused, (kernel, moved, start), rule),
+        "host": host,
+        "generic": Price(us, us, apart),
     }
     if problem.host_refusal:
         del prices["host"]

@@ -5,11 +5,14 @@
 of the matmul's tiles in whole waves and the bytes on a link. The constants are those of a way to
 launch (`_WAYS`), not of a chip or a shape, and fitted to virtual time on 8 H100, `docs/scaling.md`;
 `tests/sim/test_closed_forms.py` holds them against these, and against other ranks and chips.
+
+Attention is priced by the library's (`weft.collectives.prices.library`): `attention_times`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -239,6 +242,76 @@ def sent_bytes(
     if way == small or (not way and (M * N * 4 <= ONE_SHOT_BYTES or ranks == 2)):
         return M * N * partial * others
     return M * N * (partial + whole) * others / ranks
+
+
+class AttentionWork(NamedTuple):
+    """What a rank attends to.
+
+    Attributes:
+        queries, keys: its own queries, and all keys.
+        seen: keys that a query sees, where `causal` the last one; half as many on the average.
+        parts: in which the keys arrive.
+        documents: packed ones with queries here.
+    """
+
+    batch: int
+    heads: int
+    head_dim: int
+    queries: int
+    keys: int
+    seen: int
+    parts: int
+    documents: int
+    causal: bool
+
+
+class AttentionTimes(NamedTuple):
+    """us of one forward: of weft's kernel; of a library's on each part, and of merging these; of a
+    library's on all keys, under an explicit mask if not all are seen.
+    """
+
+    fused: float
+    parts: float
+    merges: float
+    gathered: float
+
+
+# Bytes that merging a part passes over for an element of the output, and what the host takes to
+# enqueue a library's attention and a merge, an estimate.
+_MERGE_BYTES, _CALL_HOST_US = 10, 40.0
+
+
+def attention_times(work: AttentionWork, chip: Hardware, dtype: str) -> AttentionTimes:
+    """By the rates of FlashAttention-2, or where torch has cuDNN in its place, of that."""
+    own: library.Attention = "cuDNN" if chip.chip in ("sm_90", "sm_100") else "FA2"
+    half = chip.flops["bfloat16"]  # that the library's rates are of
+    slower = half / chip.flops.get(dtype, half)
+
+    def us(keys: int, *, causal: bool, kind: library.Attention = own) -> float:
+        return slower * library.attention_us(
+            chip,
+            kind,
+            batch=work.batch,
+            queries=work.queries,
+            keys=max(keys, 1),
+            heads=work.heads,
+            head_dim=work.head_dim,
+            causal=causal,
+        )
+
+    whole, part = us(work.seen, causal=work.causal), min(-(-work.keys // work.parts), work.seen)
+    others = (work.seen / max(part, 1) - 1) * (0.5 if work.causal else 1.0)
+    elements = work.batch * work.queries * work.heads * work.head_dim
+    merge = chip.launch_us + library.moved_us(chip, _MERGE_BYTES * elements)
+    parts = us(part, causal=work.causal) + others * us(part, causal=False)
+    return AttentionTimes(
+        whole / kernel_rates.ATTENTION,
+        max(parts, (work.parts + work.documents - 1) * _CALL_HOST_US),
+        others * merge,
+        whole
+        if work.seen == work.keys and not work.causal
+        else us(work.keys, causal=False, kind="masked"),
+    )
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -94,6 +94,12 @@ def _copy_stream(device: torch.device, number: int, rank: int) -> torch.cuda.Str
     return torch.cuda.Stream(device, priority=-1)
 
 
+def is_eager(device: torch.device) -> bool:
+    """Whether the host enqueues a call each time that it runs: not in a graph, nor in virtual time,
+    which counts the host's for nothing."""
+    return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+
+
 class SideStreams:
     """Streams beside the current one, from now on until `rejoin`.
 
@@ -190,18 +196,29 @@ def publish_product(
                 ex.signal(peer)
         # A mode that keeps results, as a selective checkpoint does, must find them as they were.
         return product, torch._C._len_torch_dispatch_stack() == 0
-    if scaling is not None:
-        product = shown.copy_(scaled_partial(x, w, scaling))
-    elif wire != sum_dtype(x):
-        product = shown.copy_(partial_mm(x, w, plus=plus))
-    elif allocates(x, w) and x.dtype == wire:
+    if scaling is None and allocates(x, w) and x.dtype == wire == sum_dtype(x):
         product = mm(x, w, plus=plus)
         shown[:start].copy_(product[:start])
         shown[stop:].copy_(product[stop:])
     else:
-        product = partial_mm(x, w, plus=plus, out=shown)
+        product = product_into(shown, x, w, plus, scaling)
     ex.signal_all()
     return product[start:stop], False
+
+
+def product_into(
+    shown: torch.Tensor,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    plus: torch.Tensor | None = None,
+    scaling: Scaling | None = None,
+) -> torch.Tensor:
+    """x @ w (+ plus) in `shown`, added up in `sum_dtype` and rounded once to the dtype of that."""
+    if scaling is not None:
+        return shown.copy_(scaled_partial(x, w, scaling))
+    if shown.dtype != sum_dtype(x):
+        return shown.copy_(partial_mm(x, w, plus=plus))
+    return partial_mm(x, w, plus=plus, out=shown)
 
 
 def reduce_rows(

@@ -34,7 +34,7 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.collectives import Group, Workspace, workspace
+from weft.collectives import Workspace
 from weft.collectives.device import signals
 from weft.collectives.device.device_math import mask_if
 from weft.collectives.device.launches import launching, temporary
@@ -60,6 +60,8 @@ from weft.kernels.flash.decode_tiles import (
 
 if TYPE_CHECKING:
     from weft.kernels.attention.cache import Cache
+
+CHANNEL = "decode kernel"  # of the workspace
 
 # How many elements are merged at a time: two sums and their addresses must fit in registers.
 _MERGED = 4096
@@ -238,11 +240,10 @@ def launch_append(k: torch.Tensor, v: torch.Tensor, cache: Cache, lengths: torch
     )
 
 
-def workspace_for(q: torch.Tensor, cache: Cache, group: Group) -> Workspace:
-    """The group's workspace with room for every rank's results for q (B, H, T, D)."""
+def room_for(q: torch.Tensor, cache: Cache, world_size: int) -> int:
+    """Bytes of symmetric memory for every rank's results for q (B, H, T, D)."""
     rows, block_d, _, items = cut_queries(q, cache)
-    nbytes = group.world_size * items * rows * (block_d + 1) * 4
-    return workspace(group, nbytes, channel="decode kernel", device=q.device)
+    return world_size * items * rows * (block_d + 1) * 4
 
 
 def launch_flash_decode(
@@ -258,7 +259,7 @@ def launch_flash_decode(
 
     Args:
         q: (B, H, T, D), any strides; the same on all ranks.
-        ws: `workspace_for` q.
+        ws: with room for `room_for` q, on `CHANNEL`.
         window: how many tokens before its own a query sees; None: all.
 
     Returns:

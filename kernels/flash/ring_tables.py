@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from weft.collectives.device.launches import lasting
-from weft.collectives.memory.symmetric import persistent
+from weft.collectives.memory.backends import persistent
 from weft.collectives.ranks import caches
 from weft.collectives.ranks.chunks import offsets
 from weft.collectives.ranks.group import unwatched

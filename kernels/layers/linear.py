@@ -22,8 +22,9 @@ import torch
 from torch import nn
 
 from weft.collectives import all_reduce, resolve
-from weft.collectives.memory.exchange import check_shards
-from weft.collectives.ranks.group import GroupLike, check_untransformed, is_traced
+from weft.collectives.memory.checks import check_shards
+from weft.collectives.ranks.group import GroupLike
+from weft.collectives.ranks.traced import check_untransformed, is_traced
 from weft.kernels.engine.autocast import autocast, outside_autocast
 from weft.kernels.engine.fp8 import magnitudes, quantized, scaled_products, scaling_of
 from weft.kernels.engine.local_matmul import WeightGrad, as_rows, conjugated, matmul
@@ -325,7 +326,8 @@ class ColumnParallelLinear(_ParallelLinear):
             x, scales = _quantized_input(x, self.weight_scale)
         if dim is not None:
             if not is_traced(x):
-                check_shards(group, f"{type(self).__name__} with sequence_dim={dim}", x)
+                op = f"{type(self).__name__} with sequence_dim={dim}"
+                check_shards(group, op, x, _SHARDS)
             y = all_gather_matmul(
                 x, weight.t(), group, bias=bias, gather_dim=dim, keep_gathered=self.keep_gathered,
                 **scales,
@@ -381,6 +383,12 @@ class RowParallelLinear(_ParallelLinear):
         return matmul_reduce_scatter(
             x, self.weight.t(), self.group, scatter_dim=self.sequence_dim, **options
         )
+
+
+_SHARDS = (
+    "If x is the same whole activation on every rank, make the layers with sequence_dim=None; if "
+    "not, pass each rank its own part, x.chunk(world_size, dim)[rank]"
+)
 
 
 def _check_untransformed() -> None:

@@ -66,6 +66,10 @@ class ParallelModule(nn.Module):
         dim = self.cut.get(name)
         return whole if dim is None else self.split.own(whole, dim, self.group.rank)
 
+    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """The parameter of which this rank has `part`. Collective."""
+        return self.split.whole(part, self.cut[name], self.group)
+
     def drawn(self) -> nn.Module:
         """The whole module with new values."""
         raise NotImplementedError
@@ -111,14 +115,14 @@ class ParallelModule(nn.Module):
                     f"prune.remove, ..), or use DTensors with a plan, which take them"
                 )
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, dim in self.cut.items():
+        for name in self.cut:
             part = destination.get(prefix + name)
             if part is None:
                 continue
             if part.is_meta:
                 whole = part.new_empty(self.whole_shapes()[name])
             else:
-                whole = self.split.whole(part, dim, self.group)
+                whole = self.whole(name, part)
             destination[prefix + name] = whole
 
     def _load_from_state_dict(

@@ -20,8 +20,9 @@ from torch import nn
 from torch.nn import functional
 
 from weft.collectives import Group, all_gather, reduce_scatter, resolve
-from weft.collectives.collective_ops import known_sizes
-from weft.collectives.ranks.group import GroupLike, is_call_traced, process_group
+from weft.collectives.ranks.group import GroupLike, process_group
+from weft.collectives.ranks.traced import is_call_traced
+from weft.collectives.sizes import known_sizes
 from weft.kernels.engine.autocast import outside_autocast
 from weft.kernels.engine.local_matmul import on_cpu
 from weft.kernels.engine.replicated import Spread, Summed

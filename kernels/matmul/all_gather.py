@@ -27,10 +27,11 @@ import torch
 
 from weft import settings
 from weft.collectives import Group, all_gather, resolve
-from weft.collectives.collective_ops import known_sizes
 from weft.collectives.device.launches import layouts_of
 from weft.collectives.profiled import profiler_enabled
-from weft.collectives.ranks.group import GroupLike, group_name, is_call_traced
+from weft.collectives.ranks.group import GroupLike, group_name
+from weft.collectives.ranks.traced import is_call_traced
+from weft.collectives.sizes import known_sizes
 from weft.kernels.engine import epilogues
 from weft.kernels.engine.autocast import autocast, outside_autocast
 from weft.kernels.engine.engines import Problem, choose, record_backward, refuse_second_order

@@ -6,8 +6,7 @@ measured table (`weft.kernels.engine.tuning`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -40,6 +39,7 @@ from weft.kernels.engine.chips import (
 )
 from weft.kernels.engine.epilogues import Activation
 from weft.kernels.engine.fp8 import Scaling
+from weft.kernels.engine.shards import is_eager
 from weft.kernels.matmul import copy_engines
 from weft.kernels.matmul.all_gather_kernel import ag_gemm_kernel
 
@@ -47,8 +47,13 @@ from weft.kernels.matmul.all_gather_kernel import ag_gemm_kernel
 # at 450 GB/s that takes about the 3 us that the copy costs in signals.
 _DIRECT_BYTES = 1 << 20
 
-# The least that a copy engine copies at a time, unless the shard is smaller.
+# The least that a copy engine copies at a time, unless the shard is smaller. In virtual time on
+# 8 x H100 the way up takes, with chunks of 4, 8 and 16 MiB, 408, 423 and 478 us for the 8B layer at
+# M = 16384, and 679, 701 and 727 for the 70B one at M = 8192.
 _CHUNK_BYTES = 4 << 20
+# The same where the host enqueues each call, and the kernel last: 12 us a chunk (weft bench host).
+# In chunks of 4 MiB that is 336 us for the 70B layer, in these 84.
+_EAGER_CHUNK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -268,6 +273,7 @@ def launch_all_gather_matmul(
     with_own: bool = False,
     scaling: Scaling | None = None,
     config: AllGatherConfig | None = None,
+    key: Hashable = None,
 ) -> Gathered:
     """Enqueue y_i = activation(cat(x over ranks) @ w_i + bias_i).
 
@@ -284,18 +290,14 @@ def launch_all_gather_matmul(
             undefined.
         scaling: of fp8 operands.
         config: default `all_gather_config`; `copy_engines` must be the same on all ranks.
+        key: all that the launch beside the copy engines goes by, for it to be kept.
     """
     K, M, W = x.shape[1], sum(sizes), ws.world_size
     Ns, chip = tuple(w.shape[1] for w in weights), chip_of(x.device)
     config = config or all_gather_config(
         M, sum(Ns), K, x.dtype, W, chip, activation=activation, keep=with_own, keep_sums=keep_sums
     )
-    pair = activation == "swiglu"
-    tiling, pitch = config.tiling, gathers.pitch_of(K)
-    out_dtype = scaling.out_dtype if scaling else x.dtype
     row_scales = scaling.rows if scaling else None
-    ys = [x.new_empty(M, N, dtype=out_dtype) for N in (Ns[:1] if pair else Ns)]
-    sums = [x.new_empty(M, N, dtype=out_dtype) for N in Ns] if keep_sums else []
     gathered = scales = None
     if not config.direct:
         gathered = x.new_empty(M, K)
@@ -303,13 +305,71 @@ def launch_all_gather_matmul(
             scales = temporary(torch.empty(M, dtype=torch.float32, device=x.device))
     if config.copy_engines and not gathers.in_place(x):
         x = x.contiguous()
+    # Every part of every chunk of a shard needs its own word of the pad.
+    parts = config.parts if config.copy_programs else 1
+    chunk_rows = max(config.chunk_rows, -(-max(sizes) // (MAX_PROGRAMS // parts)))
+    if config.copy_engines and is_eager(x.device):
+        chunk_rows = max(chunk_rows, _EAGER_CHUNK_BYTES // (K * x.element_size()))
+    scales_at = gathers.scales_offset(max(sizes), K, x.dtype)
+
+    def multiplied() -> list[torch.Tensor]:
+        return _multiply(
+            x, weights, ws, sizes, gathers.Rows(gathered, scales), biases or [None] * len(weights),
+            activation, keep_sums, with_own, scaling, config, chunk_rows, scales_at,
+        )  # fmt: skip
+
+    if config.copy_engines:
+        assert gathered is not None
+        fetched = copy_engines.fetching(
+            x, row_scales, gathered, scales, ws, sizes, chunk_rows, scales_at, with_own
+        )
+        with fetched:
+            operands = [x, *weights, *(biases or ()), *(scaling.tensors if scaling else ())]
+            operands += [gathered, scales]
+            of = key, chunk_rows
+            made = multiplied() if key is None else ws.repeat(of, operands, multiplied)
+    else:
+        # A single rank need not publish rows that it does not read back itself.
+        unread = W == 1 and gathers.in_place(x) and not with_own
+        shown, x_scales = x[:0] if unread else x, scales_of(row_scales)
+        block = config.copy_m, config.copy_n
+        gathers.publish(
+            shown, ws, gathers.pitch_of(K), config.programs, *block, x_scales, scales_at
+        )
+        made = multiplied()
+    count = 1 if activation == "swiglu" else len(weights)
+    return Gathered(gathered, [*made[:count]], [*made[count:]])
+
+
+def _multiply(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    ws: Workspace,
+    sizes: Sequence[int],
+    gathered: gathers.Rows,
+    biases: Sequence[torch.Tensor | None],
+    activation: Activation | None,
+    keep_sums: bool,
+    with_own: bool,
+    scaling: Scaling | None,
+    config: AllGatherConfig,
+    chunk_rows: int,
+    scales_at: int,
+) -> list[torch.Tensor]:
+    """Enqueue the kernel that makes the tiles; ys, then the sums if they are kept."""
+    K, M, W = x.shape[1], sum(sizes), ws.world_size
+    Ns, tiling = tuple(w.shape[1] for w in weights), config.tiling
+    pair = activation == "swiglu"
+    out_dtype = scaling.out_dtype if scaling else x.dtype
+    ys = [x.new_empty(M, N, dtype=out_dtype) for N in (Ns[:1] if pair else Ns)]
+    sums = [x.new_empty(M, N, dtype=out_dtype) for N in Ns] if keep_sums else []
     # Triton's launcher takes no descriptors in a tuple.
     describe = config.descriptors and (pair or len(weights) == 1)
     descs, w_transposed = described_weights(weights, tiling, describe)
     column_tiles = sum(-(-y.shape[1] // tiling.block_n) for y in ys)
     count = -(-M // tiling.block_m) * column_tiles
     row_descs: list[Any] = [None, None]
-    if gathered is not None and descs[0] is not None:
+    if gathered.ptr is not None and descs[0] is not None:
         apart = tiles_apart(sizes, ws.rank, tiling.block_m) * column_tiles
         makers = config.programs - config.copy_programs
         # A pipeline that is not drained after each tile is worth one more wave in 8, not in 3.
@@ -317,15 +377,12 @@ def launch_all_gather_matmul(
         wanted = -(-apart // makers) <= waves + waves // 8
         # Beside what one loop carries, unaligned columns of fp8, or of sums, spill 8 to 40 bytes.
         wanted &= Ns[0] % 16 == 0 or (x.element_size() > 1 and not keep_sums)
-        row_descs = described_rows(x, gathered, tiling, wanted)
+        row_descs = described_rows(x, gathered.ptr, tiling, wanted)
         count = count if row_descs[0] is None else apart
     halved = halved_tiles(count, sizes[ws.rank] // tiling.block_m * column_tiles, config)
     half = replace(tiling, block_n=tiling.block_n // 2) if halved else tiling
     half_descs, _ = described_weights(weights, half, halved > 0 and describe)
     parts = config.parts if config.copy_programs else 1
-    # Every part of every chunk of a shard needs its own word of the pad.
-    chunk_rows = max(config.chunk_rows, -(-max(sizes) // (MAX_PROGRAMS // parts)))
-    scales_at = gathers.scales_offset(max(sizes), K, x.dtype)
     variant = GatherVariant(
         weights=len(weights),
         activation=activation,
@@ -344,45 +401,31 @@ def launch_all_gather_matmul(
         # ptxas makes sm_90 wait for each of two sums' matrix instructions in one loop.
         flattened=config.flattened and not pair,
     )
-    with ExitStack() as stack:
-        if config.copy_engines:
-            assert gathered is not None
-            stack.enter_context(
-                copy_engines.fetching(
-                    x, row_scales, gathered, scales, ws, sizes, chunk_rows, scales_at, with_own
-                )
-            )
-        else:
-            # A single rank need not publish rows that it does not read back itself.
-            unread = W == 1 and gathers.in_place(x) and not with_own
-            shown, x_scales = x[:0] if unread else x, scales_of(row_scales)
-            block = config.copy_m, config.copy_n
-            gathers.publish(shown, ws, pitch, config.programs, *block, x_scales, scales_at)
-        launching(ag_gemm_kernel, config.programs)(
-            Outputs(
-                tuple(ys),
-                tuple(sums) if keep_sums else None,
-                tuple(map(contiguous, biases or [None] * len(weights))),
-                tuple(map(scales_of, scaling.columns if scaling else [None] * len(weights))),
-            ),
-            gathers.Rows(gathered, scales),
-            matrix(x),
-            scales_of(row_scales),
-            *row_descs,
-            tuple(matrix(w) for w in weights),
-            *descs,
-            *half_descs,
-            splits.scratch_for(count * (2 if pair else 1), config.split, x, tiling),
-            link_of(ws),
-            (0, *accumulate(sizes)),
-            Ns,
-            K,
-            pitch,
-            scales_at,
-            chunk_rows,
-            ws.rank,
-            halved,
-            V=variant,
-            **tiling.options,
-        )
-    return Gathered(gathered, ys, sums)
+    launching(ag_gemm_kernel, config.programs)(
+        Outputs(
+            tuple(ys),
+            tuple(sums) if keep_sums else None,
+            tuple(map(contiguous, biases)),
+            tuple(map(scales_of, scaling.columns if scaling else [None] * len(weights))),
+        ),
+        gathered,
+        matrix(x),
+        scales_of(scaling.rows if scaling else None),
+        *row_descs,
+        tuple(matrix(w) for w in weights),
+        *descs,
+        *half_descs,
+        splits.scratch_for(count * (2 if pair else 1), config.split, x, tiling),
+        link_of(ws),
+        (0, *accumulate(sizes)),
+        Ns,
+        K,
+        gathers.pitch_of(K),
+        scales_at,
+        chunk_rows,
+        ws.rank,
+        halved,
+        V=variant,
+        **tiling.options,
+    )
+    return [*ys, *sums]

@@ -26,10 +26,9 @@ from weft.collectives import exchange, workspace
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
 from weft.collectives.ranks.group import GroupLike
 from weft.kernels.engine.autocast import autocast
-from weft.kernels.engine.fp8 import scaled_partial
-from weft.kernels.engine.local_matmul import SumOp, WeightGrad, matmul, mm, partial_mm, sum_dtype
+from weft.kernels.engine.local_matmul import SumOp, WeightGrad, matmul, mm, sum_dtype
 from weft.kernels.engine.replicated import Spread
-from weft.kernels.engine.shards import reduce_rows
+from weft.kernels.engine.shards import product_into, reduce_rows
 from weft.kernels.matmul.fused_sum import (
     FusedSum,
     Gradients,
@@ -115,18 +114,13 @@ def _gradients(
 
 def _host_forward(call: SumCall, given: Operands) -> torch.Tensor:
     x, w, bias, residual = given
-    group, average, scaling, dtype = call.group, call.average, call.scaling, call.dtype
+    group, average, dtype = call.group, call.average, call.dtype
     M, N, wire = x.shape[0], w.shape[1], call.wire_dtype or sum_dtype(x)
     op, nbytes = OP.name, M * N * wire.itemsize
     one_shot = group.world_size <= 2 or nbytes <= _ONE_SHOT_BYTES
     with exchange(group, nbytes, op, x.device, channel="host scatter", told=call.told) as ex:
         shown = ex.local((M, N), wire)
-        if scaling:
-            shown.copy_(scaled_partial(x, w, scaling))
-        elif wire == sum_dtype(x):
-            partial_mm(x, w, out=shown)
-        else:
-            shown.copy_(partial_mm(x, w))
+        product_into(shown, x, w, scaling=call.scaling)
         ex.signal_all()
         if one_shot:
             y = reduce_rows(ex, shown, 0, dtype, average=average, bias=bias, residual=residual)

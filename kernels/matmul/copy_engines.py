@@ -10,10 +10,15 @@ in the order in which tiles want them, and some streams copy while another annou
 of each stream is cut into more and more parts, as otherwise all streams would announce at the same
 time and leave the link idle.
 
+All is enqueued before the consumer. If that came first, it would wait for what the host has yet to
+enqueue: whatever holds up the host until the device is idle, such as a module that is loaded or
+memory that another thread frees, would hold it up for good.
+
 The kernel's cores all make tiles: no program copies. The words are those of
 `weft.kernels.device.gathers`, (1, peer, chunk), written by one-program kernels between the copies,
 which then wait for the peer of the stream's next copy. They need a core of their own while the
-consumer runs, so its grid leaves one free.
+consumer runs, so its grid leaves one free. Memory operations of the stream would not: but they
+write what the host knows, and the number of a call that a graph replays is known to the device.
 
 Calls are exchanges (`weft.collectives.memory.exchange`): on a GPU they end with a barrier, so that
 the half of memory that the host passes to the copy engines is the same in every replay of a graph.
@@ -29,10 +34,9 @@ import triton
 import triton.language as tl
 
 from weft.collectives.device import signals, stream_signals
-from weft.collectives.device.launches import launching
+from weft.collectives.device.launches import launch_kept
 from weft.collectives.memory.exchange import exchange_on
-from weft.collectives.memory.workspace import Workspace, link_of
-from weft.collectives.ranks.chunks import offsets
+from weft.collectives.memory.workspace import Link, Workspace, link_of
 from weft.kernels.device import gathers
 from weft.kernels.engine.shards import SideStreams
 
@@ -57,11 +61,19 @@ def _announce_kernel(link, rank, peer, chunk, next_peer, WORLD_SIZE: tl.constexp
         )
 
 
-def announce(ws: Workspace, peer: int, chunk: int, next_peer: int) -> None:
-    """Enqueue `_announce_kernel`."""
-    launching(_announce_kernel, 1)(
-        link_of(ws), ws.rank, peer, chunk, next_peer, WORLD_SIZE=ws.world_size, num_warps=1
-    )
+def announce(ws: Workspace, link: Link, peer: int, chunk: int, next_peer: int) -> None:
+    """Enqueue `_announce_kernel`; `link`: that of `ws`."""
+    args = link, ws.rank, peer, chunk, next_peer
+    launch_kept(ws.kept_launches(), _announce_kernel, args, WORLD_SIZE=ws.world_size)
+
+
+def _chunks(
+    shard: torch.Tensor, into: torch.Tensor, count: int, rows: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What of a shard of `count` rows is copied where, `rows` at a time."""
+    if count <= rows:
+        return [(shard, into)] * (count > 0)
+    return [*zip(shard.split(rows), into.split(rows), strict=True)]
 
 
 @contextmanager
@@ -84,42 +96,41 @@ def fetching(
         scales_at: see `weft.kernels.device.gathers`.
     """
     gathers.check_shard(ws, max(sizes), x.shape[1], x.dtype)
-    K, starts = x.shape[1], offsets(list(sizes))
-    own = slice(starts[ws.rank], starts[ws.rank] + sizes[ws.rank])
-    beside = SideStreams(ws.group, x.device)
+    K = x.shape[1]
+    beside, link = SideStreams(ws.group, x.device), link_of(ws)
     with exchange_on(ws, "all_gather_matmul", x.device) as ex:
         ex.local(tuple(x.shape), x.dtype).copy_(x)
         if scale_a is not None:
             ex.local((len(x),), torch.float32, scales_at).copy_(scale_a.reshape(-1))
         ex.signal_all()
         order = [peer for peer in ex.peers() for _ in range(0, sizes[peer], chunk_rows)]
+        intos = gathered.split(list(sizes))
         turn = 0
         for peer in ex.peers():
-            mine = slice(starts[peer], starts[peer] + sizes[peer])
-            shard, into = ex.peer(peer, (sizes[peer], K), x.dtype), gathered[mine]
+            shard, size = ex.peer(peer, (sizes[peer], K), x.dtype), sizes[peer]
+            chunks = _chunks(shard, intos[peer], size, chunk_rows)
             if gathered_scales is not None:
                 factors = ex.peer(peer, (sizes[peer],), torch.float32, scales_at)
-                to_factors = gathered_scales[mine]
-            for chunk, first in enumerate(range(0, sizes[peer], chunk_rows)):
-                rows = slice(first, first + chunk_rows)
+                to_factors = gathered_scales.split(list(sizes))[peer]
+                scales = _chunks(factors, to_factors, size, chunk_rows)
+            for chunk, (there, here) in enumerate(chunks):
                 with beside.stream(turn % STREAMS):
-                    parts = 1
                     if turn < STREAMS:
-                        parts += turn
-                        announce(ws, ws.rank, 0, peer)
+                        announce(ws, link, ws.rank, 0, peer)
                     if gathered_scales is not None:
-                        to_factors[rows].copy_(factors[rows])
-                    for here, there in zip(
-                        into[rows].chunk(parts), shard[rows].chunk(parts), strict=True
-                    ):
-                        here.copy_(there)
+                        scales[chunk][1].copy_(scales[chunk][0])
+                    rows = min(chunk_rows, size - chunk * chunk_rows)
+                    parts = 1 + turn if turn < STREAMS else 1
+                    for source, into in _chunks(there, here, rows, -(-rows // parts)):
+                        into.copy_(source)
                     later = turn + STREAMS
                     following = order[later] if later < len(order) else peer
-                    announce(ws, peer, chunk, ws.rank if following == peer else following)
+                    next_peer = ws.rank if following == peer else following
+                    announce(ws, link, peer, chunk, next_peer)
                 turn += 1
         if with_own:
             with beside.stream(0):
-                gathered[own].copy_(x)
+                intos[ws.rank].copy_(x)
         yield
         beside.rejoin()
         ex.result(gathered)  # side streams may have copied after the consumer has spoilt it

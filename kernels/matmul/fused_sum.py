@@ -21,11 +21,12 @@ import torch
 from weft import settings
 from weft.collectives import Group, all_gather, movement, reduce_scatter, resolve
 from weft.collectives.device.launches import layouts_of
-from weft.collectives.memory.exchange import check_call
+from weft.collectives.memory.checks import check_call
 from weft.collectives.profiled import profiler_enabled
 from weft.collectives.ranks.chunks import chunk_sizes
 from weft.collectives.ranks.flight import call_of
-from weft.collectives.ranks.group import GroupLike, group_name, is_call_traced
+from weft.collectives.ranks.group import GroupLike, group_name
+from weft.collectives.ranks.traced import is_call_traced
 from weft.kernels.engine.autocast import outside_autocast
 from weft.kernels.engine.engines import Problem, RunnableEngine, choose
 from weft.kernels.engine.fp8 import Scaling, refuse_traced, scaled_partial, scaling_of

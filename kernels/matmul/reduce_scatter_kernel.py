@@ -95,7 +95,9 @@ def reduce_scatter_config(
         reduce_m=min(16, tiling.block_m),
         descriptors=chip.descriptors and dtype != torch.float32,
         # Sixteen that store 28 GB/s each fill a 450 GB/s link. A core may reach 110 GB/s; but of
-        # fewer senders the link would idle whenever one hands over to the next.
+        # fewer senders the link would idle whenever one hands over to the next. With 8, 16, 33 and
+        # 66 the way down takes on 8 x H100, in virtual time, 116, 109, 102 and 101 us for the 8B
+        # layer at M = 2048, and 757, 751, 773 and 864 for the 70B one at M = 8192.
         senders=max(1, chip.cores // 8),
     )
 

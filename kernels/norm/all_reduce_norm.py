@@ -15,24 +15,27 @@ of the residual and of every rank's x: nothing moves.
 
 from __future__ import annotations
 
-from typing import Literal, cast
+from collections.abc import Hashable
+from typing import Literal
 
 import torch
 
 from weft.collectives import movement, resolve
-from weft.collectives.memory.exchange import check_call
+from weft.collectives.memory.checks import check_call
 from weft.collectives.profiled import profiled
 from weft.collectives.ranks.flight import call_of
-from weft.collectives.ranks.group import GroupLike, group_name, is_call_traced
+from weft.collectives.ranks.group import GroupLike, group_name
+from weft.collectives.ranks.traced import is_call_traced
 from weft.kernels.engine.fp8 import magnitudes, quantized
 from weft.kernels.engine.local_matmul import as_rows, check_residual, needs_gradient
 from weft.kernels.norm.rms_norm import (
     NormCall,
-    SumAndNorm,
     by_kernel,
     check,
     normalized,
+    plan,
     run_kernel,
+    sum_and_norm,
 )
 
 _OP = "all_reduce_residual_rms_norm"
@@ -81,25 +84,41 @@ def all_reduce_residual_rms_norm(
     """
     if quantize not in (None, "fp8"):
         raise ValueError(f'quantize must be None or "fp8", got {quantize!r}')
-    check(x, weight)
     if quantize and needs_gradient((x, residual, weight)):
         raise NotImplementedError(
             f"{_OP} with quantize={quantize!r} has no gradient: call it under torch.no_grad(), or "
             f"quantize the result of a call without"
         )
     if is_call_traced(x):  # see `custom_ops`
+        check(x, weight)
         op = torch.ops.weft.all_reduce_residual_rms_norm
         return tuple(op(x, residual, weight, group_name(group), eps, quantize))
     group = resolve(group)
-    given = ("weight", weight is not None), ("residual", residual is not None)
-    told = x.dtype, x.shape, ("eps", eps), ("quantize", quantize), *given
-    check_call(group, lambda: call_of(_OP, told).text.decode())
-    check_residual(residual, x.shape, x.dtype, x.device)
-    call = NormCall(group, [], eps, 0, told, whole=True, quantizes=quantize is not None)
-    run = _kernel_forward if by_kernel(_OP, x, group) else _forward
+
+    def told() -> tuple[Hashable, ...]:
+        given = ("weight", weight is not None), ("residual", residual is not None)
+        return x.dtype, x.shape, ("eps", eps), ("quantize", quantize), *given
+
+    def planned() -> NormCall:
+        check(x, weight)
+        check_residual(residual, x.shape, x.dtype, x.device)
+        return NormCall(
+            group,
+            [],
+            eps,
+            0,
+            told(),
+            whole=True,
+            quantizes=quantize is not None,
+            fused=by_kernel(_OP, x, group),
+        )
+
+    check_call(group, lambda: call_of(_OP, told()).text.decode())
+    call = plan((_OP, group, eps, quantize), (x, weight, residual), planned)
+    run = _kernel_forward if call.fused else _forward
     if quantize:
         return run(call, x, weight, residual)
-    return cast(tuple[torch.Tensor, ...], SumAndNorm.apply(call, run, x, weight, residual))
+    return sum_and_norm(call, run, x, weight, residual)
 
 
 def _forward(
@@ -119,10 +138,13 @@ def _forward(
 def _kernel_forward(
     call: NormCall, x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, ...]:
-    kept = None if residual is None else as_rows(residual)
-    rows = as_rows(x)
+    rows, kept = x, residual
+    if x.ndim != 2:
+        rows, kept = as_rows(x), None if residual is None else as_rows(residual)
     share = -(-len(rows) // resolve(call.group).world_size)
     y, h, *scales = run_kernel(_OP, call, rows, share, weight, kept)
+    if x.ndim == 2:
+        return y, h, *scales
     scales = [scale.view(*x.shape[:-1], 1) for scale in scales]
     return y.view(x.shape), h.view(x.shape), *scales
 

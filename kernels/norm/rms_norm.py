@@ -18,21 +18,24 @@ the residual and, gathered, that of every rank's x.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 
 from weft import settings
-from weft.collectives import Group, all_gather, movement, reduce_scatter, resolve
+from weft.collectives import Group, all_gather, movement, reduce_scatter, resolve, workspace
 from weft.collectives.device.launches import layouts_of
-from weft.collectives.memory.exchange import check_call
-from weft.collectives.profiled import profiled
+from weft.collectives.memory.checks import check_call
+from weft.collectives.profiled import profiled, profiler_enabled
 from weft.collectives.ranks.chunks import chunk_sizes
 from weft.collectives.ranks.flight import call_of
-from weft.collectives.ranks.group import GroupLike, group_name, is_call_traced
+from weft.collectives.ranks.group import GroupLike, group_name
+from weft.collectives.ranks.traced import is_call_traced
 from weft.kernels.engine.autocast import outside_autocast
 from weft.kernels.engine.engines import Problem, choose, is_supported
-from weft.kernels.engine.local_matmul import as_rows, check_residual
+from weft.kernels.engine.local_matmul import as_rows, check_residual, needs_gradient
+from weft.kernels.engine.plans import Plans
 from weft.kernels.engine.replicated import Spread, Summed
 
 _OP = "reduce_scatter_rms_norm_all_gather"
@@ -83,6 +86,36 @@ def reduce_scatter_rms_norm_all_gather(
         x = [[3., 4.]] on both of 2 ranks, eps 0: y = [[.8485, 1.1314]] on both, h = [[6., 8.]] on
         rank 0 and of shape (0, 2) on rank 1.
     """
+    if is_call_traced(x):  # see `custom_ops`
+        dim, eps = _checked(x, weight, dim, eps)
+        op = torch.ops.weft.reduce_scatter_rms_norm_all_gather
+        y, h = op(x, weight, residual, group_name(group), eps, dim)
+        return y, h
+    group = resolve(group)
+
+    def told() -> tuple[Hashable, ...]:
+        of, epsilon = _checked(x, weight, dim, eps)
+        given = ("weight", weight is not None), ("residual", residual is not None)
+        return x.dtype, x.shape, ("dim", of), ("eps", epsilon), *given
+
+    def planned() -> NormCall:
+        of, epsilon = _checked(x, weight, dim, eps)
+        sizes = chunk_sizes(x.shape[of], group.world_size)
+        shape = (*x.shape[:of], sizes[group.rank], *x.shape[of + 1 :])
+        check_residual(residual, shape, x.dtype, x.device)
+        return NormCall(group, sizes, epsilon, of, told(), fused=by_kernel(_OP, x, group))
+
+    check_call(group, lambda: call_of(_OP, told()).text.decode())
+    call = plan((_OP, group, dim, eps), (x, weight, residual), planned)
+    run = _kernel_forward if call.fused else _forward
+    y, h = sum_and_norm(call, run, x, weight, residual)
+    return y, h
+
+
+def _checked(
+    x: torch.Tensor, weight: torch.Tensor | None, dim: int, eps: float | None
+) -> tuple[int, float]:
+    """`dim` from the front, and what `eps` is."""
     if x.ndim < 2 or not -x.ndim <= dim < x.ndim or dim % x.ndim == x.ndim - 1:
         raise ValueError(
             f"x must have at least 2 dims, and dim be one of them but the last, over which the "
@@ -90,24 +123,7 @@ def reduce_scatter_rms_norm_all_gather(
         )
     check(x, weight)
     wide = torch.promote_types(x.dtype, torch.float32)
-    eps = torch.finfo(wide).eps if eps is None else eps
-    dim %= x.ndim
-    made: tuple[torch.Tensor, torch.Tensor]
-    if is_call_traced(x):  # see `custom_ops`
-        op = torch.ops.weft.reduce_scatter_rms_norm_all_gather
-        made = op(x, weight, residual, group_name(group), eps, dim)
-        return made
-    group = resolve(group)
-    given = ("weight", weight is not None), ("residual", residual is not None)
-    told = x.dtype, x.shape, ("dim", dim), ("eps", eps), *given
-    check_call(group, lambda: call_of(_OP, told).text.decode())
-    sizes = chunk_sizes(x.shape[dim], group.world_size)
-    shape = (*x.shape[:dim], sizes[group.rank], *x.shape[dim + 1 :])
-    check_residual(residual, shape, x.dtype, x.device)
-    call = NormCall(group, sizes, eps, dim, told)
-    run = _kernel_forward if by_kernel(_OP, x, group) else _forward
-    made = SumAndNorm.apply(call, run, x, weight, residual)
-    return made
+    return dim % x.ndim, torch.finfo(wide).eps if eps is None else eps
 
 
 def check(x: torch.Tensor, weight: torch.Tensor | None) -> None:
@@ -156,14 +172,18 @@ def normalized(h: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torc
     return y if weight is None else y * weight
 
 
-class NormCall(NamedTuple):
-    """One call, except for its tensors, which autograd must see.
+@dataclass(eq=False)
+class NormCall:
+    """What calls with tensors of the same layouts come to, but for these, which autograd must see.
 
     Attributes:
         group: given by its name in a graph.
         sizes: of the chunks along `dim`.
+        told: what must be the same on every rank.
         whole: whether every rank has the whole residual, and makes all of h.
         quantizes: whether y is in fp8.
+        fused: whether the kernel runs it.
+        room: bytes of the workspace that it needs, once that is known.
     """
 
     group: GroupLike
@@ -173,6 +193,8 @@ class NormCall(NamedTuple):
     told: tuple[Hashable, ...] = ()
     whole: bool = False
     quantizes: bool = False
+    fused: bool = False
+    room: int = -1
 
     def gradients(
         self,
@@ -209,6 +231,16 @@ class NormCall(NamedTuple):
         return dx, dw, grad if needs_residual else None
 
 
+_plans = Plans[NormCall](f"{__name__}._plans")
+
+
+def plan(
+    of: tuple[Hashable, ...], operands: Sequence[torch.Tensor | None], make: Callable[[], NormCall]
+) -> NormCall:
+    """The call `of` tensors of these layouts: `make()`, or what that has made before."""
+    return _plans.of((*of, settings.current_engine(), *layouts_of(operands)), make)
+
+
 Run = Callable[
     [NormCall, torch.Tensor, torch.Tensor | None, torch.Tensor | None], tuple[torch.Tensor, ...]
 ]
@@ -239,6 +271,19 @@ class SumAndNorm(torch.autograd.Function):
         return None, None, *ctx.call.gradients(h, weight, dy, dh, needs)
 
 
+def sum_and_norm(
+    call: NormCall,
+    run: Run,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    residual: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    """y and h, by autograd if that is to record it, or a profiler to name it."""
+    if profiler_enabled() or needs_gradient((x, weight, residual)):
+        return cast(tuple[torch.Tensor, ...], SumAndNorm.apply(call, run, x, weight, residual))
+    return run(call, x, weight, residual)  # 5 us less
+
+
 def _forward(
     call: NormCall, x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -262,7 +307,10 @@ def run_kernel(
     """What `launch_sum_rms_norm` makes of the rows (T, H) and the residual `kept`."""
     from weft.kernels.norm import rms_norm_launch as kernel
 
-    ws = kernel.workspace_for(rows, share, resolve(call.group))
+    group = resolve(call.group)
+    if call.room < 0:
+        call.room = kernel.room_for(rows, share, group.world_size)
+    ws = workspace(group, call.room, channel=kernel.CHANNEL, device=rows.device)
 
     def launched() -> tuple[torch.Tensor, ...]:
         return kernel.launch_sum_rms_norm(
@@ -276,16 +324,17 @@ def run_kernel(
             quantizes=call.quantizes,
         )
 
-    operands = rows, weight, kept
-    key = op, share, call.eps, call.quantizes, layouts_of(operands)
     with ws.call(op, call.told):
-        return ws.repeat(key, operands, launched)
+        return ws.repeat(call, (rows, weight, kept), launched)
 
 
 @profiled(_OP)
 def _kernel_forward(
     call: NormCall, x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if x.ndim == 2:
+        y, h = run_kernel(_OP, call, x, call.sizes[0], weight, residual)
+        return y, h
     front, group = x.movedim(call.dim, 0), resolve(call.group)
     between, H = front.shape[1:-1], x.shape[-1]
     kept = None if residual is None else as_rows(residual.movedim(call.dim, 0))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-from weft.collectives.memory.symmetric import SymmetricBuffer, Waiter
+from weft.collectives.memory.symmetric import SymmetricBuffer
+from weft.collectives.memory.waiter import Waiter
 from weft.collectives.ranks import pad
 from weft.sim.check.races import READ, WRITE
 

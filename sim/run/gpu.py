@@ -35,7 +35,8 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from weft import settings
-from weft.collectives.memory.symmetric import SymmetricBuffer, Waiter
+from weft.collectives.memory.symmetric import SymmetricBuffer
+from weft.collectives.memory.waiter import Waiter
 from weft.collectives.memory.workspace import forget
 from weft.collectives.prices.hardware import PRESETS, Hardware
 from weft.collectives.ranks import pad

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from weft.collectives.device import signals
+from weft.collectives.device import polling
 from weft.collectives.prices.hardware import Hardware, named
 from weft.collectives.ranks import pad
 from weft.collectives.ranks.group import forget_meshes
@@ -336,7 +336,7 @@ _SIMULATOR = str(Path(__file__).parent.parent)
 @contextmanager
 def _polls(world: World) -> Iterator[None]:
     """Waits of weft's own kernels hand over to other ranks."""
-    poll = signals.on_poll
+    poll = polling.on_poll
 
     def on_poll(address: int, value: int) -> int:
         return world.poll(address, value) if world.active() else poll(address, value)
@@ -346,7 +346,7 @@ def _polls(world: World) -> Iterator[None]:
             world.expect(addresses, value)
 
     try:
-        with patch.multiple(signals, on_poll=on_poll, on_wait=on_wait):
+        with patch.multiple(polling, on_poll=on_poll, on_wait=on_wait):
             yield
     finally:
         # The meshes of another schedule are others.

@@ -30,8 +30,9 @@ from unittest.mock import patch
 
 import torch
 
-from weft.collectives.device import signals
-from weft.collectives.memory.symmetric import SymmetricBuffer, Waiter, open_buffers, told_by
+from weft.collectives.device import polling
+from weft.collectives.memory.symmetric import SymmetricBuffer, open_buffers
+from weft.collectives.memory.waiter import Waiter, told_by
 from weft.collectives.memory.workspace import forget
 from weft.collectives.prices.hardware import Hardware
 from weft.collectives.ranks import pad
@@ -210,7 +211,7 @@ class SoloWorld:
             stack.enter_context(virtual_rank(self.groups[rank]))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             if self.device.type == "cpu":  # nobody will come
-                stack.enter_context(patch.object(signals, "on_poll", lambda *_: _FAR))
+                stack.enter_context(patch.object(polling, "on_poll", lambda *_: _FAR))
             yield
 
     def learn(self, fn: Callable[[int], Any], depth: int = 1) -> None:

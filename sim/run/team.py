@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 import torch
 
-from weft.collectives.memory.symmetric import SymmetricBuffer, Waiter
+from weft.collectives.memory.symmetric import SymmetricBuffer
+from weft.collectives.memory.waiter import Waiter
 from weft.collectives.prices.hardware import Hardware
 from weft.collectives.ranks import pad
 from weft.errors import MismatchError

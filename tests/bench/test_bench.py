@@ -66,6 +66,7 @@ PEERS = {
     "scaling": "generic",
     "attention": "gather + attention",
     "plan": "torch default",
+    "experts": "all_to_all + loop",
 }
 
 

@@ -19,6 +19,16 @@ def test_a_call_and_its_launches(tmp_path: Path) -> None:
     assert row["own"] == row["total"] - row["launching"] and row["peer"] > 0
 
 
+def test_a_shard_is_copied_at_a_time_where_the_host_enqueues(tmp_path: Path) -> None:
+    file = tmp_path / "host.json"
+    given = ["--filter", "all_gather_matmul, 8192", "--rounds", "1", "--json", str(file)]
+    assert command.main(given) == 0
+    (row,) = json.loads(file.read_text())["calls"]
+    # Three streams wait for their first peer, seven shards are announced; a call begins, tells its
+    # peers and multiplies; it ends in three.
+    assert row["launches"] == 3 + 7 + 3 + 3
+
+
 def test_what_is_missing_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,7 +32,7 @@ STAY = {
     "collectives/ranks/group: _groups": "kept by group",
     "collectives/ranks/group: _spanning": "kept by group",
     "collectives/ranks/group: _made": "a number for each set of ranks that has had a group",
-    "collectives/ranks/group: _arrivals": "a number for each name of a group",
+    "collectives/ranks/set_up: _arrivals": "a number for each name of a group",
     "collectives/ranks/group: _described": "a number for each name of a group",
     "collectives/ranks/group: _of_parent": "what a forked child must not free",
     "collectives/ranks/group: forget_meshes": "made at import",

@@ -15,6 +15,7 @@ import weft
 from weft import collectives
 from weft.collectives import resolve, workspace
 from weft.collectives.kernels import collective_launch, pull
+from weft.collectives.kernels.pull_boxes import Box, BoxTable, table_of
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
 
 OPS = ("sum", "avg", "max", "min", "product")
@@ -225,13 +226,13 @@ def test_boxes(dtype: torch.dtype, op: str | None) -> None:
     first = offsets(columns)[rank]
     wide, narrow = (sum(columns), 1), (columns[rank], 1)
     boxes = [
-        pull.Box((r,), (rows[r], columns[rank]), first, wide, start * columns[rank], narrow)
+        Box((r,), (rows[r], columns[rank]), first, wide, start * columns[rank], narrow)
         for r, start in enumerate(offsets(rows))
     ]
     if op is not None:
         everyone = tuple(range(W))
-        boxes = [pull.Box(everyone, (height, columns[rank]), first, wide, 0, narrow)]
-    table = pull.table_of(boxes, rank, dtype, torch.device("cpu"), op=op, divisor=1)
+        boxes = [Box(everyone, (height, columns[rank]), first, wide, 0, narrow)]
+    table = table_of(boxes, rank, dtype, torch.device("cpu"), op=op, divisor=1)
     assert table.local == (op is None)
     ws = workspace(where, xs[rank].numel() * dtype.itemsize + 64, channel="boxes")
     for _ in range(3):
@@ -242,18 +243,18 @@ def test_boxes(dtype: torch.dtype, op: str | None) -> None:
 
 
 def test_boxes_are_copied_in_wide_words_of_few_dims() -> None:
-    def table(*boxes: pull.Box, **kwargs: Any) -> pull.BoxTable:
-        return pull.table_of(boxes, 0, torch.bfloat16, torch.device("cpu"), **kwargs)
+    def table(*boxes: Box, **kwargs: Any) -> BoxTable:
+        return table_of(boxes, 0, torch.bfloat16, torch.device("cpu"), **kwargs)
 
-    whole = pull.Box((1,), (4, 2, 8), 0, (16, 8, 1), 64, (16, 8, 1))
+    whole = Box((1,), (4, 2, 8), 0, (16, 8, 1), 64, (16, 8, 1))
     assert table(whole).dims == 1
     assert table(whole).word == 8
     assert table(whole).rows.tolist() == [16, 16, 0, 0, 1, 16, 1, 1]
     assert table(whole, align=4).word == 4
-    columns = pull.Box((1,), (4, 6), 2, (16, 1), 0, (6, 1))
+    columns = Box((1,), (4, 6), 2, (16, 1), 0, (6, 1))
     assert table(columns).word == 4
     assert table(columns).dims == 2
-    summed = pull.Box((1, 0), (4, 8), 0, (8, 1), 0, (8, 1))
+    summed = Box((1, 0), (4, 8), 0, (8, 1), 0, (8, 1))
     assert (table(summed, op="sum").word, table(summed, op="sum").op) == (2, "sum")
     assert (table(whole, op="sum").word, table(whole, op="sum").op) == (8, "copy")
 

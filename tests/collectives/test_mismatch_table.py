@@ -43,7 +43,7 @@ def ways() -> dict[str, dict[str, tuple[Call, Call]]]:
     double, half = torch.float64, torch.float16
     gather = weft.all_gather_matmul
     scatter, reduce = weft.matmul_reduce_scatter, weft.matmul_all_reduce
-    norm = weft.reduce_scatter_rms_norm_all_gather
+    norm, whole = weft.reduce_scatter_rms_norm_all_gather, weft.all_reduce_residual_rms_norm
     ring, heads = weft.ring_attention, weft.ulysses_attention
     loss = weft.vocab_parallel_cross_entropy
 
@@ -186,6 +186,26 @@ def ways() -> dict[str, dict[str, tuple[Call, Call]]]:
             "eps": (lambda: norm(x(6, 4)), lambda: norm(x(6, 4), eps=0.5)),
             "weight": (lambda: norm(x(6, 4)), lambda: norm(x(6, 4), x(4))),
         },
+        "norm of whole rows": {
+            "dtype": (
+                lambda: whole(x(6, 4), None, None),
+                lambda: whole(x(6, 4, dtype=double), None, None),
+            ),
+            "shape": (lambda: whole(x(6, 4), None, None), lambda: whole(x(12, 4), None, None)),
+            "eps": (
+                lambda: whole(x(6, 4), None, None),
+                lambda: whole(x(6, 4), None, None, eps=0.5),
+            ),
+            "weight": (lambda: whole(x(6, 4), None, None), lambda: whole(x(6, 4), None, x(4))),
+            "residual": (
+                lambda: whole(x(6, 4), None, None),
+                lambda: whole(x(6, 4), x(6, 4), None),
+            ),
+            "quantize": (
+                lambda: whole(x(6, 4), None, None),
+                lambda: whole(x(6, 4), None, None, quantize="fp8"),
+            ),
+        },
         "ring_attention": {
             "dtype": (lambda: ring(*tokens()), lambda: ring(*tokens(dtype=double))),
             "heads": (lambda: ring(*tokens()), lambda: ring(*tokens(heads=4))),
@@ -299,7 +319,7 @@ def test_every_way_to_differ() -> None:
         for way, pair in by_way.items()
     ]
     assert not list(filter(None, wrong)), "\n".join(filter(None, wrong))
-    assert len(wrong) == 67  # as docs/reliability.md tells
+    assert len(wrong) == 73  # as docs/reliability.md tells
 
 
 @pytest.mark.ranks(2, 3)

@@ -19,8 +19,8 @@ import triton.language as tl
 from needs import needs_interpreter
 
 import weft
-from weft.collectives.device import signals
-from weft.collectives.memory.symmetric import told_by
+from weft.collectives.device import polling, signals
+from weft.collectives.memory.waiter import told_by
 from weft.collectives.ranks import pad, reports
 from weft.collectives.ranks.group import alone, virtual_rank
 from weft.dtensor import Replicate, distribute_tensor
@@ -82,12 +82,12 @@ def test_a_wait_that_fails_is_recorded_once_and_ends_all_patience():
     assert out.tolist() == [0, 0]
     assert ranks.words[1][pad.STATUS] == pad.status_word(pad.TIMED_OUT, 1, 0, 6)
     polls = []
-    before = signals.on_poll
-    signals.on_poll = lambda address, value: polls.append((address, value)) or 1
+    before = polling.on_poll
+    polling.on_poll = lambda address, value: polls.append((address, value)) or 1
     try:
         _wait_kernel[(1,)](ranks.table, out, 7, 10**9)
     finally:
-        signals.on_poll = before
+        polling.on_poll = before
     slot = pad.KERNEL_SLOTS + 2 * pad.MAX_PROGRAMS + 7
     # Each of the two waits gives up when it first looks, long before its time is over.
     assert polls == [(ranks.words[1][slot:].data_ptr(), 7)] * 2 * signals._POLLS_A_LOOK.value
@@ -158,7 +158,7 @@ def test_a_wait_for_a_process_that_has_ended_is_given_up(report, monkeypatch):
         line.look()
         return 1
 
-    monkeypatch.setattr(signals, "on_poll", ends)
+    monkeypatch.setattr(polling, "on_poll", ends)
     line.look()
     line.watch()
     _wait_kernel[(1,)](ranks.table, out, 6, 10**9)
@@ -346,7 +346,7 @@ def test_the_bound_of_a_wait_is_about_the_seconds_asked_for(monkeypatch):
         clock.now += 1e-3
 
     fake = SimpleNamespace(sleep=sleep, perf_counter=lambda: clock.now)
-    monkeypatch.setattr(signals, "time", fake)
+    monkeypatch.setattr(polling, "time", fake)
     _wait_kernel[(1,)](ranks.table, out, 1, signals.nanoseconds(0.25))
     assert clock.now - 1 == pytest.approx(2 * 0.25, rel=0.02)  # two waits
 

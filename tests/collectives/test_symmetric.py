@@ -19,8 +19,10 @@ import torch.distributed._symmetric_memory as symm_mem
 import weft
 from weft import collectives
 from weft.collectives.device import signals, stream_signals
-from weft.collectives.memory import rendezvous, symmetric
+from weft.collectives.memory import rendezvous
+from weft.collectives.memory.backends import PosixMemory
 from weft.collectives.memory.exchange import StreamExchange, agree, exchange
+from weft.collectives.memory.waiter import Waiter
 from weft.collectives.memory.workspace import workspace
 from weft.collectives.ranks import pad
 
@@ -211,7 +213,7 @@ def test_a_peer_that_dies_in_set_up_leaves_no_open_file() -> None:
 
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(weft.PeerTimeout):
-        symmetric.PosixMemory(4096, Dying())  # type: ignore[arg-type]
+        PosixMemory(4096, Dying())  # type: ignore[arg-type]
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -327,7 +329,7 @@ def test_who_has_lost_a_core_by_yielding_sleeps(
     """A peer's signal comes after 1 ms, twice; another program takes 4 ms of each yielded core."""
     now, done = 0, []
     buffer = OwnPad()
-    waiter = symmetric.Waiter(buffer, timeout=1)  # type: ignore[arg-type]
+    waiter = Waiter(buffer, timeout=1)  # type: ignore[arg-type]
 
     def passes(us: int, what: str) -> None:
         nonlocal now
@@ -341,9 +343,9 @@ def test_who_has_lost_a_core_by_yielding_sleeps(
         now += 1
         return now * 1e-6
 
-    monkeypatch.setattr(symmetric.os, "sched_yield", lambda: passes(yield_us, "yields"))
-    monkeypatch.setattr(symmetric.time, "sleep", lambda s: passes(round(s * 1e6), "sleeps"))
-    monkeypatch.setattr(symmetric.time, "perf_counter", clock)
+    monkeypatch.setattr(os, "sched_yield", lambda: passes(yield_us, "yields"))
+    monkeypatch.setattr(time, "sleep", lambda s: passes(round(s * 1e6), "sleeps"))
+    monkeypatch.setattr(time, "perf_counter", clock)
     for value in (1, 2):
         sent_at = now
         done.clear()

@@ -19,7 +19,8 @@ from weft import collectives
 from weft.collectives import workspace as asked
 from weft.collectives.device import stream_signals
 from weft.collectives.memory import symmetric
-from weft.collectives.memory.symmetric import SymmetricBuffer, _allow_shared_gpus, persistent
+from weft.collectives.memory.backends import _allow_shared_gpus, persistent
+from weft.collectives.memory.symmetric import SymmetricBuffer
 from weft.collectives.memory.workspace import Workspace, close, give_back
 from weft.collectives.ranks import pad, reports
 from weft.collectives.ranks.group import alone

@@ -43,7 +43,7 @@ from saves import killed_saves
 from soak import soaks
 from trials import Kind, Skipped
 
-from weft.bench.report.tables import between_marks
+from weft.markdown import between_marks
 
 _NAMED = "every other rank raises `PeerTimeout` that names it"
 KINDS = [

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from needs import needs_interpreter
-from test_normalized_sum import check, numbers
+from test_normalized_sum import check, numbers, operands
 
 import weft
 from weft.collectives import chunk_sizes, resolve
@@ -60,9 +60,7 @@ def run_case(case: dict[str, Any]) -> None:
     rank, W = dist.get_rank(), dist.get_world_size()
     shape, dtype = case["shape"], case.get("dtype", torch.float32)
     H, rows, eps = shape[-1], max(1, torch.Size(shape[:-1]).numel()), 1e-3
-    kind = case.get("weight", dtype)
-    xs = [numbers(*shape, seed=r, dtype=dtype) for r in range(W)]
-    weight = None if kind is None else numbers(H, seed=50, dtype=kind)
+    xs, x, weight = operands(case)
     kept = numbers(*shape, seed=60, dtype=dtype) if case.get("residual", True) else None
     dy, dh = (numbers(*shape, seed=seed, dtype=dtype) for seed in (70, 80))
 
@@ -74,10 +72,6 @@ def run_case(case: dict[str, Any]) -> None:
     wanted = reference(exact, exact_kept, exact_weight, eps)
     torch.autograd.backward(wanted, [dy.double(), dh.double()])
 
-    x = xs[rank]
-    if case.get("strided"):
-        x = x.transpose(0, -1).contiguous().transpose(0, -1)
-    x = x.clone(memory_format=torch.preserve_format).requires_grad_()
     for operand in (kept, weight):
         if operand is not None:
             operand.requires_grad_()

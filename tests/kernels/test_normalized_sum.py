@@ -78,6 +78,20 @@ def test_results_and_gradients(case: dict[str, Any], engine: Any) -> None:
         run_case(case)
 
 
+def operands(
+    case: dict[str, Any],
+) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor | None]:
+    """Every rank's x, this rank's as a leaf, and the weight."""
+    shape, dtype = case["shape"], case.get("dtype", torch.float32)
+    xs = [numbers(*shape, seed=r, dtype=dtype) for r in range(dist.get_world_size())]
+    kind = case.get("weight", dtype)
+    weight = None if kind is None else numbers(shape[-1], seed=50, dtype=kind)
+    x = xs[dist.get_rank()]
+    if case.get("strided"):
+        x = x.transpose(0, -1).contiguous().transpose(0, -1)
+    return xs, x.clone(memory_format=torch.preserve_format).requires_grad_(), weight
+
+
 def run_cases() -> None:
     for case in CASES.values():
         run_case(case)
@@ -87,9 +101,7 @@ def run_case(case: dict[str, Any]) -> None:
     rank, W = dist.get_rank(), dist.get_world_size()
     shape, dtype, dim = case["shape"], case.get("dtype", torch.float32), case.get("dim", 0)
     eps, H = 1e-3, shape[-1]
-    xs = [numbers(*shape, seed=r, dtype=dtype) for r in range(W)]
-    kind = case.get("weight", dtype)
-    weight = None if kind is None else numbers(H, seed=50, dtype=kind)
+    xs, x, weight = operands(case)
     kept = shards(numbers(*shape, seed=60, dtype=dtype), dim, W)
     kept = kept if case.get("residual", True) else None
     dys = [numbers(*shape, seed=70 + r, dtype=dtype) for r in range(W)]
@@ -102,10 +114,6 @@ def run_case(case: dict[str, Any]) -> None:
     torch.autograd.backward(
         [wanted, *wanted_hs], [sum(dy.double() for dy in dys), *(dh.double() for dh in dhs)]
     )
-    x = xs[rank]
-    if case.get("strided"):
-        x = x.transpose(0, -1).contiguous().transpose(0, -1)
-    x = x.clone(memory_format=torch.preserve_format).requires_grad_()
     if weight is not None:
         weight.requires_grad_()
     residual = None if kept is None else kept[rank].clone().requires_grad_()

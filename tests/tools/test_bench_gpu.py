@@ -277,7 +277,7 @@ def test_a_failure_names_its_kernel_and_the_command_that_repeats_it(tmp_path: Pa
 
 @needs_interpreter
 def test_every_kernel_is_in_a_case(tmp_path: Path) -> None:
-    """But the switch's sums, which one GPU has not; some are launched on streams of a GPU only."""
+    """But the switch's sums, which one GPU has not; some are launched on a GPU only."""
     code = """
 import sys
 from pathlib import Path
@@ -310,14 +310,15 @@ print(*seen)
         for line in path.read_text().splitlines()
         if line.startswith("def _") and line.split("(")[0].endswith("_kernel")
     }
-    on_streams = {
+    on_gpus = {
         "_announce_kernel",
         "_begin_kernel",
         "_end_kernel",
+        "_merge_kernel",
         "_post_kernel",
         "_wait_kernel",
     }
-    assert written - set(said) == on_streams | {"_multimem_kernel", "_by_kernel"}
+    assert written - set(said) == on_gpus | {"_multimem_kernel", "_by_kernel"}
 
 
 @needs_interpreter

@@ -11,6 +11,7 @@ import runpy
 import socket
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,19 @@ def test_serve_llama(ranks: Any, by_head: bool, kv_heads: int, draft: int) -> No
     steps, other = ranks(2, serve_llama, by_head, kv_heads, draft)
     assert steps == other
     assert steps < 117 if draft else steps == 117  # of three requests, after their first tokens
+
+
+@pytest.mark.ranks(2, 3)
+def test_mixtral() -> None:
+    ours, alone, apart = example("mixtral").run(steps=5)
+    torch.testing.assert_close(ours, alone, rtol=1e-5, atol=1e-6)
+    assert ours[-1] < ours[0] and apart < 1e-4
+
+
+@pytest.mark.ranks(2)
+def test_mixtral_with_a_part_of_each_expert() -> None:
+    ours, alone, _ = example("mixtral").run(steps=3, tensor_parallel_size=2)
+    torch.testing.assert_close(ours, alone, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.ranks(2)
@@ -211,25 +225,80 @@ dist.destroy_process_group()
 """
 
 
-def test_transformers(tmp_path: Path) -> None:
+# Models of transformers with the experts of docs/experts.md, each rank with its own sequences.
+_EXPERTS = """
+import copy, torch, torch.distributed as dist, weft
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, MixtralConfig, MixtralForCausalLM
+
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+heads = dict(num_attention_heads=4, num_key_value_heads=4, num_experts_per_tok=2)
+groups = dict(n_routed_experts=8, n_group=2, topk_group=1, n_shared_experts=1)
+latent = dict(q_lora_rank=16, kv_lora_rank=8, qk_rope_head_dim=8, v_head_dim=8, qk_nope_head_dim=8)
+torch.manual_seed(0)
+for whole in (
+    MixtralForCausalLM(MixtralConfig(**sizes, **heads, num_local_experts=5)),
+    DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, **heads, **groups, **latent,
+        moe_intermediate_size=24, first_k_dense_replace=1)),
+):
+    model = copy.deepcopy(whole)
+    {replace}
+    ids = torch.randint(64, (4, 12))
+    own = ids.chunk(world_size)[rank]
+    expected, got = whole(input_ids=ids, labels=ids), model(input_ids=own, labels=own)
+    torch.testing.assert_close(got.logits, expected.logits.chunk(world_size)[rank])
+    (got.loss / world_size).backward()
+    expected.loss.backward()
+    cut = {{getattr(m, name) for m in model.modules() for name in getattr(m, "cut", ())}}
+    for parameter in model.parameters():
+        if parameter not in cut:
+            dist.all_reduce(parameter.grad)
+    for each in (model, whole):
+        torch.optim.SGD(each.parameters(), lr=1.0).step()
+    torch.testing.assert_close(model.state_dict(), whole.state_dict(), rtol=1e-4, atol=1e-5)
+dist.destroy_process_group()
+"""
+
+
+def with_transformers(script: Path, tmp_path: Path) -> str:
+    """What a script prints on two ranks."""
     pytest.importorskip("transformers", reason="needs transformers, which weft does not depend on")
+    # transformers looks for a package `kernels`: the checkout must not be on the path.
+    (tmp_path / "path").mkdir(exist_ok=True)
+    if not (tmp_path / "path/weft").exists():
+        (tmp_path / "path/weft").symlink_to(ROOT / "weft")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    run = subprocess.run(
+        [*command, "--nproc-per-node", "2", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "path"), "OMP_NUM_THREADS": "1"},
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def test_transformers(tmp_path: Path) -> None:
     script = tmp_path / "snippets.py"
     script.write_text(_AROUND.format(plan=FRAMEWORKS[1], attention=FRAMEWORKS[2]))
-    # transformers looks for a package `kernels`: the checkout must not be on the path.
-    (tmp_path / "path").mkdir()
-    (tmp_path / "path/weft").symlink_to(ROOT / "weft")
-    told = []
-    for name in (script, EXAMPLES / "transformers_llama.py"):
-        run = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-             str(name)],
-            capture_output=True, text=True, timeout=120, cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(tmp_path / "path"), "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        assert run.returncode == 0, run.stderr
-        told.append(run.stdout)
-    differences = re.findall(r"difference from one process: (\S+)", told[1])
+    with_transformers(script, tmp_path)
+    told = with_transformers(EXAMPLES / "transformers_llama.py", tmp_path)
+    differences = re.findall(r"difference from one process: (\S+)", told)
     assert len(differences) == 4 and max(map(float, differences)) < 1e-4
+
+
+def test_experts_of_transformers(tmp_path: Path) -> None:
+    (replace,) = re.findall(
+        r"```python no-run: needs transformers[^\n]*\n(.*?)```",
+        (ROOT / "docs/experts.md").read_text(),
+        re.DOTALL,
+    )
+    script = tmp_path / "experts.py"
+    script.write_text(_EXPERTS.format(replace=textwrap.indent(replace, " " * 4).strip()))
+    with_transformers(script, tmp_path)
 
 
 @pytest.mark.ranks(2)

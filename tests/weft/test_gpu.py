@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import GpuRanks
+from test_attention_library import library_cases
 from test_examples import serve_llama
 from test_flash_decode import cases as decode_cases
 from test_gpu_dtensor import gpus
@@ -118,7 +119,6 @@ LONG = (
 )
 
 
-# The host engine uses torch's CPU kernel.
 @pytest.mark.parametrize("engine", ["generic", "triton"])
 def test_ring_attention(gpu_ranks: GpuRanks, engine: str) -> None:
     W = gpu_ranks.world_size
@@ -144,6 +144,36 @@ def test_ring_attention_of_long_sequences(gpu_ranks: GpuRanks, engine: str) -> N
 def test_ulysses_attention(gpu_ranks: GpuRanks, engine: str) -> None:
     count = number_of_cases(engine, gpu_ranks.world_size)
     gpu_ranks.run(with_gpu, head_cases, 639, count, engine, timeout_s=600)
+
+
+flash = pytest.mark.skipif(
+    torch.cuda.is_available()
+    and (bool(torch.version.hip) or torch.cuda.get_device_capability() < (8, 0)),
+    reason="the host engine of attention is for NVIDIA's chips from sm_80 on",
+)
+
+
+def library_body(by_heads: bool) -> None:
+    """What torch's kernels take, short and long."""
+    W = dist.get_world_size()
+    cases = library_cases(W, 12)
+    for D, rows, dtype in LONG[:2]:
+        sizes = zigzag_sizes(rows * W, W)
+        case = {"D": D, "dtype": dtype, "q_sizes": sizes, "k_sizes": sizes, "layout": "zigzag"}
+        cases.append(cases[0] | case | {"H": 8, "H_kv": 2, "cu_seqlens": None})
+    for case in cases:
+        if by_heads:
+            attention_case(case | {"layout": "contiguous"}, weft.ulysses_attention)
+        else:
+            attention_case(case)
+    first, again = attention_case(cases[-1]), attention_case(cases[-1])
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@flash
+@pytest.mark.parametrize("by_heads", [False, True])
+def test_attention_by_the_library(gpu_ranks: GpuRanks, by_heads: bool) -> None:
+    gpu_ranks.run(with_gpu, library_body, by_heads, timeout_s=300)
 
 
 def long_heads_body(engine: str) -> None:
@@ -192,18 +222,20 @@ def graph_body(engine: weft.settings.Engine) -> None:
     x = torch.zeros(64, 128, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(128, 256, device="cuda", dtype=torch.bfloat16)
 
-    def forward() -> torch.Tensor:
+    def forward(x: torch.Tensor = x) -> torch.Tensor:
         h = weft.all_gather_matmul(x, w, sizes=[64] * world_size)
         return weft.matmul_reduce_scatter(h, w.t())
 
     with weft.engine(engine):
         graph, y = captured(forward)
+        ours = weft.cuda_graph(forward, x)
         for seed in range(4):
             torch.manual_seed(10 * seed + rank)
             x.copy_(torch.randn_like(x))
             graph.replay()
             replayed = y.clone()
             assert torch.equal(replayed, forward())
+            assert torch.equal(ours(x), replayed)
 
 
 @pytest.mark.parametrize("engine", ["triton", "host"])
@@ -295,7 +327,7 @@ def test_cuda_graphs_of_collectives(gpu_ranks: GpuRanks) -> None:
     gpu_ranks.run(collective_graph_body, timeout_s=200)
 
 
-def attention_graph_body() -> None:
+def attention_graph_body(engine: weft.settings.Engine) -> None:
     """Capture attention, its gradients and a decoding step, and replay them with new inputs."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     rows, generator = 64, torch.Generator().manual_seed(rank)
@@ -321,9 +353,10 @@ def attention_graph_body() -> None:
     calls: dict[str, Callable[[], torch.Tensor]] = {
         "ring": lambda: step(weft.ring_attention),
         "heads": lambda: step(weft.ulysses_attention),
-        "decode": decode,
     }
-    with weft.engine("triton"):
+    if engine == "triton":
+        calls["decode"] = decode
+    with weft.engine(engine):
         graphs = {name: captured(call) for name, call in calls.items()}
         for seed in range(3):
             with torch.no_grad():
@@ -340,8 +373,9 @@ def attention_graph_body() -> None:
                 assert torch.equal(replayed, calls[name]()), name
 
 
-def test_cuda_graphs_of_attention(gpu_ranks: GpuRanks) -> None:
-    gpu_ranks.run(attention_graph_body, timeout_s=300)
+@pytest.mark.parametrize("engine", ["triton", pytest.param("host", marks=flash)])
+def test_cuda_graphs_of_attention(gpu_ranks: GpuRanks, engine: str) -> None:
+    gpu_ranks.run(attention_graph_body, engine, timeout_s=300)
 
 
 def serving_body(engine: weft.settings.Engine, shard: str | None) -> None:

@@ -1,0 +1,317 @@
+"""grouped_matmul_combine: experts' down projection, whose results go back weighted to the tokens.
+
+    h (R, N)        w (E_r, N, H)                o (R, H)                     y (T, H)
+    | expert 0 |  @  expert 0's     =   | to slots of rank 0, .. |   -->  y[t] = sum over j of
+    | expert 1 |     expert 1's         | to slots of rank 0, .. |          weights[t, j] * o[t, j]
+
+A token's results stand in its k slots (times the ranks that share an expert), on the token's rank,
+and are added up there in fp32, in the order of j: so the sum does not depend on when they come.
+
+Backward, with g the rows of dy as `dispatch` sends them and s the weight of each row: dh = s * (g @
+w^T), dw[e] = h[e]^T @ (s * g)[e], and the gradient of a weight is h * (g @ w^T) summed over N, one
+number that goes back to its slot. So results need not be kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+
+from weft.collectives import exchange
+from weft.collectives.memory.checks import check_call
+from weft.collectives.ranks.flight import call_of
+from weft.collectives.ranks.traced import is_call_traced
+from weft.kernels.engine.autocast import autocast, outside_autocast
+from weft.kernels.engine.engines import RunnableEngine, record_backward
+from weft.kernels.engine.local_matmul import check_wire, mm, partial_mm, sum_dtype
+from weft.kernels.experts.dispatch import engine_of, gradients
+from weft.kernels.experts.grouped import contract, grouped_matmul
+from weft.kernels.experts.routing import Routing
+from weft.kernels.experts.rows import Pull, Push, to_tokens, weighted_sum
+
+
+def grouped_matmul_combine(
+    h: torch.Tensor,
+    w: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    routing: Routing,
+    *,
+    wire_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """y[t] = sum over j of topk_weights[t, j] * (row of slot (t, j) of h) @ w[its expert].
+
+    Args:
+        h: (R, N), in the order of `routing`, as `dispatch_grouped_matmul` returns it.
+        w: (E_r, N, H), this rank's experts, any strides; with tensor parallelism inside experts the
+            rows of the weight that go with this rank's part of N.
+        topk_weights: (T, k) of any floating dtype, of this rank's tokens; None: 1.
+        routing: of the dispatch.
+        wire_dtype: in which results travel. None: h's, but fp32 where ranks share experts, as
+            these are partial sums.
+
+    Returns:
+        y (T, H), of h's dtype: added up in fp32 in the order of j, and rounded once. A token
+        without experts gets 0, whatever its weights are. Gradients of h, w and topk_weights, fused
+        like the forward.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+        MismatchError: on every rank, if ranks differ in H, k or dtype.
+        PeerTimeout: a rank did not come.
+        NotImplementedError: an engine was forced that cannot run the call.
+    """
+    h, w = _cast(h, w)
+    if h.ndim != 2 or w.ndim != 3 or (w.shape[1], w.dtype, w.device) != (
+        h.shape[1], h.dtype, h.device,
+    ):  # fmt: skip
+        raise ValueError(
+            f"h must be (R, N) and w (experts, N, H), of one dtype and device, got "
+            f"{tuple(h.shape)} {h.dtype} and {tuple(w.shape)} {w.dtype}; pass weights "
+            f"(experts, H, N) as w.transpose(1, 2)"
+        )
+    return _combined(h, w, topk_weights, routing, wire_dtype)
+
+
+@autocast
+def _cast(h: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Under autocast topk_weights stay as they are: sums of k products round them once."""
+    return h, w
+
+
+def combine(
+    rows: torch.Tensor, topk_weights: torch.Tensor | None, routing: Routing
+) -> torch.Tensor:
+    """y[t] = sum over j of topk_weights[t, j] * (row of slot (t, j)): the reverse of `dispatch`.
+
+    Args:
+        rows: (R, H), in the order of `routing`.
+        topk_weights, routing: as in `grouped_matmul_combine`.
+    """
+    return _combined(rows, None, topk_weights, routing, None)
+
+
+class CombineCall(NamedTuple):
+    """One call, except for its tensors, which autograd must see."""
+
+    routing: Routing
+    engine: RunnableEngine
+    wire: torch.dtype
+
+    def told(self, columns: int, dtype: torch.dtype) -> tuple[Any, ...]:
+        """What must be the same on every rank."""
+        return dtype, self.wire, ("H", columns), ("k", self.routing.top_k)
+
+
+def _combined(
+    h: torch.Tensor,
+    w: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    routing: Routing,
+    wire_dtype: torch.dtype | None,
+) -> torch.Tensor:
+    if weights is not None and (
+        weights.shape != routing.topk_ids.shape or not weights.is_floating_point()
+    ):
+        raise ValueError(
+            f"topk_weights must be floats {tuple(routing.topk_ids.shape)}, one for each of "
+            f"topk_ids, got {tuple(weights.shape)} {weights.dtype}"
+        )
+    if weights is not None:
+        # A softmax over no expert is NaN, of which 0 times is NaN.
+        weights = weights.masked_fill(routing.topk_ids < 0, 0)
+    y: torch.Tensor
+    if is_call_traced(h):  # see `custom_ops`
+        op, tp = torch.ops.weft.grouped_matmul_combine, routing.tensor_parallel_size
+        y = op(h, w, weights, routing.tensors, routing.name, tp, wire_dtype)
+        return y
+    call = combine_call(h, w, weights, routing, wire_dtype)
+    with torch.autocast(h.device.type, enabled=False):
+        if call.engine == "generic":
+            return generic_combine(h, w, weights, call.routing, call.wire)
+        y = Combine.apply(call, h, w, weights)
+        return y
+
+
+def combine_call(
+    h: torch.Tensor,
+    w: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    routing: Routing,
+    wire_dtype: torch.dtype | None,
+) -> CombineCall:
+    """The call of checked operands."""
+    routing = routing.outside_graphs()
+    own = routing.experts[routing.group.rank]
+    if w is not None and len(w) != own:
+        raise ValueError(f"the routing is of {own} experts on this rank, but w has {len(w)}")
+    if len(h) != routing.count or not h.is_floating_point():
+        raise ValueError(
+            f"the routing is of {routing.count} rows, but there are {tuple(h.shape)} of {h.dtype}"
+        )
+    check_wire(wire_dtype, h.dtype)
+    wire = wire_dtype or (sum_dtype(h) if routing.tensor_parallel_size > 1 else h.dtype)
+    call = CombineCall(routing, "generic", wire)
+    told = call.told(h.shape[1] if w is None else w.shape[2], h.dtype)
+    check_call(routing.group, lambda: call_of("grouped_matmul_combine", told).text.decode())
+    engine = engine_of("grouped_matmul_combine", h, [] if w is None else [w], routing)
+    return call._replace(engine=engine)
+
+
+def generic_combine(
+    h: torch.Tensor,
+    w: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    routing: Routing,
+    wire: torch.dtype,
+) -> torch.Tensor:
+    """The same by collectives and matmuls, which are differentiable themselves."""
+    rows = h if w is None else grouped_matmul(h, w, routing.ends)
+    parts = to_tokens(rows.to(wire), routing)
+    return weighted_sum(parts, weights, routing.tensor_parallel_size, h.dtype)
+
+
+class Combine(torch.autograd.Function):
+    """h (R, N), w (E_r, N, H) or None, weights (T, k) or None -> y (T, H)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: CombineCall,
+        h: torch.Tensor,
+        w: torch.Tensor | None,
+        weights: torch.Tensor | None,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(h, w, weights)
+        ctx.call = call
+        forward = _host_forward if call.engine == "host" else _triton_forward
+        return forward(call, h, w, weights)
+
+    @staticmethod
+    @outside_autocast
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        call: CombineCall = ctx.call
+        h, w, weights = ctx.saved_tensors
+        needs = ctx.needs_input_grad[1:]
+        if torch.is_grad_enabled():
+            made = generic_combine(h, w, weights, call.routing, call.wire)
+            return None, *gradients([made], [h, w, weights], needs, [dy])
+        record_backward("grouped_matmul_combine", call.engine, call.routing.group, "all_to_all")
+        backward = _host_backward if call.engine == "host" else _triton_backward
+        return None, *backward(call, h, w, weights, dy, needs)
+
+
+def _host_forward(
+    call: CombineCall, h: torch.Tensor, w: torch.Tensor | None, weights: torch.Tensor | None
+) -> torch.Tensor:
+    routing, wire, op = call.routing, call.wire, "grouped_matmul_combine"
+    H = h.shape[1] if w is None else w.shape[2]
+    nbytes, told = Push.nbytes(routing, H, wire), call.told(H, h.dtype)
+    with exchange(routing.group, nbytes, op, h.device, channel="host scatter", told=told) as ex:
+        push = Push(ex, routing, H, wire)
+        for e, part in enumerate(routing.rows_of_expert):
+            if part.stop > part.start:
+                push.rows(e, _result(h[part], None if w is None else w[e], wire))
+        y = weighted_sum(push.collected(), weights, routing.tensor_parallel_size, h.dtype)
+        return ex.result(y)
+
+
+def _result(h: torch.Tensor, w: torch.Tensor | None, wire: torch.dtype) -> torch.Tensor:
+    """An expert's results as they travel."""
+    if w is None:
+        return h.to(wire)
+    return mm(h, w) if wire == h.dtype else partial_mm(h, w).to(wire)
+
+
+def _host_backward(
+    call: CombineCall,
+    h: torch.Tensor,
+    w: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    dy: torch.Tensor,
+    needs: Sequence[bool],
+) -> list[torch.Tensor | None]:
+    routing, group = call.routing, call.routing.group
+    needs_h, needs_w, needs_weights = needs
+    op, told = "grouped_matmul_combine backward", call.told(dy.shape[1], dy.dtype)
+    dh = torch.empty_like(h) if needs_h else None
+    dw = torch.empty_like(w) if needs_w and w is not None else None
+    dweights, wide = None, sum_dtype(dy)
+    with ExitStack() as stack:
+        nbytes = Pull.nbytes(routing, dy, weights is not None)
+        ex = exchange(group, nbytes, op, dy.device, channel="host gather", told=told)
+        pull = Pull(stack.enter_context(ex), routing, dy, weights)
+        if needs_weights:
+            nbytes = Push.nbytes(routing, 1, wide)
+            ex = exchange(group, nbytes, op, dy.device, channel="host scatter", told=told)
+            push = Push(stack.enter_context(ex), routing, 1, wide)
+        for e, part in enumerate(routing.rows_of_expert):
+            if part.stop == part.start:
+                if dw is not None:
+                    dw[e].zero_()
+                continue
+            g = pull.rows(e)
+            scale = None if weights is None else pull.numbers(e)
+            if needs_h or needs_weights:
+                back = g if w is None else partial_mm(g, w[e].t())
+                if needs_weights:
+                    push.rows(e, (back * h[part]).sum(1, keepdim=True, dtype=wide))
+                if dh is not None:
+                    dh[part] = back if scale is None else back * scale
+            if dw is not None:
+                contract(dw[e], h[part], g if scale is None else g.mul_(scale))
+        if needs_weights and weights is not None:
+            parts = push.collected().view(*weights.shape, routing.tensor_parallel_size)
+            dweights = parts.sum(2).to(weights.dtype)
+    return [dh, dw, dweights]
+
+
+def _triton_forward(
+    call: CombineCall, h: torch.Tensor, w: torch.Tensor | None, weights: torch.Tensor | None
+) -> torch.Tensor:
+    from weft.kernels.experts.expert_launch import combined
+
+    op, ws = "grouped_matmul_combine", [] if w is None else [w]
+    told = call.told(h.shape[1] if w is None else w.shape[2], h.dtype)
+    return combined(op, told, call.routing, [h], ws, call.wire, weights)
+
+
+def _triton_backward(
+    call: CombineCall,
+    h: torch.Tensor,
+    w: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    dy: torch.Tensor,
+    needs: Sequence[bool],
+) -> list[torch.Tensor | None]:
+    """Rows beyond the last expert's are undefined, and stay so."""
+    from weft.kernels.experts.contract_grouped_kernel import launch_contract_grouped
+    from weft.kernels.experts.expert_launch import combined, dispatched
+
+    routing, (needs_h, needs_w, needs_weights) = call.routing, needs
+    op, told = "grouped_matmul_combine backward", call.told(dy.shape[1], dy.dtype)
+    back_needed = (needs_h or needs_weights) and w is not None
+    made = dispatched(
+        op,
+        told,
+        routing,
+        dy,
+        [w.transpose(1, 2)] if back_needed and w is not None else [],
+        None if weights is None else weights.float().contiguous(),
+    )
+    assert made.rows is not None
+    back = made.ys[0] if made.ys else made.rows
+    scale = None if made.numbers is None else made.numbers.unsqueeze(1)
+    dh = dw = dweights = None
+    if needs_weights and weights is not None:
+        parts = (back.float() * h).sum(1, keepdim=True)
+        dweights = combined(op, told, routing, [parts], [], torch.float32, by_slot=True)
+        dweights = dweights.view(weights.shape).to(weights.dtype)
+    if needs_h:
+        dh = back if scale is None else (back * scale).to(h.dtype)
+    if needs_w and w is not None:
+        g = made.rows if scale is None else (made.rows * scale).to(h.dtype)
+        dw = launch_contract_grouped(h, g, routing.ends, out=torch.empty_like(w))
+    return [dh, dw, dweights]

@@ -1,0 +1,405 @@
+"""dispatch_grouped_matmul: tokens go to their experts' ranks and are multiplied there.
+
+W ranks; rank r holds T_r tokens x_r (T_r, K) and E_r experts' weights (E_r, K, N). Each token goes
+to k experts; `routing` tells in which order a rank's rows stand:
+
+    x_0 (T_0, K)                  rows (R, K)            w (E_r, K, N)            h (R, N)
+    x_1 (T_1, K)    k of them --> | expert 0 |   @   expert 0's     =   | expert 0 |
+    ...                           | expert 1 |       expert 1's         | expert 1 |
+
+Backward: with dz the gradient of rows @ w, dw[e] = rows[e]^T @ dz[e], and dx is what
+`grouped_matmul_combine` does with dz, w^T and weights of 1. Rows are pulled again for dw, unless
+they were kept (`keep_gathered`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+
+from weft.collectives import exchange, resolve
+from weft.collectives.memory.checks import check_call
+from weft.collectives.ranks.flight import call_of
+from weft.collectives.ranks.group import GroupLike
+from weft.collectives.ranks.traced import is_call_traced
+from weft.kernels.engine import epilogues
+from weft.kernels.engine.autocast import autocast, outside_autocast
+from weft.kernels.engine.engines import Problem, RunnableEngine, choose, record_backward
+from weft.kernels.engine.epilogues import Activation
+from weft.kernels.engine.local_matmul import mm, on_cpu, partial_mm, sum_dtype
+from weft.kernels.experts.grouped import contract, grouped_matmul
+from weft.kernels.experts.routing import Routing, check_tokens, routed
+from weft.kernels.experts.rows import Pull, Push, to_experts, weighted_sum
+
+
+@autocast
+def dispatch_grouped_matmul(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor | Routing,
+    w: torch.Tensor | Sequence[torch.Tensor],
+    group: GroupLike = None,
+    *,
+    activation: Activation | None = None,
+    tensor_parallel_size: int = 1,
+    keep_gathered: bool = False,
+    capacity: int | None = None,
+    sizes: Sequence[int] | None = None,
+) -> tuple[Any, Routing]:
+    """activation(rows @ w[expert]) for the tokens of all ranks that go to this rank's experts.
+
+    Args:
+        x: (T, K): this rank's tokens; T may differ between ranks and be 0.
+        topk_ids: (T, k) integers: the experts of each token, numbered through all ranks; -1 for
+            padding. Or the `Routing` of an earlier call with the same ids, which saves finding it.
+        w: (E_r, K, N), this rank's experts, any strides; E_r may differ between ranks and be 0. Or
+            a list of weights that share the rows, each with its own N.
+        group: ProcessGroup, 1-D DeviceMesh, or None for the world; that of a `Routing` if given.
+        activation: as in `all_gather_matmul`; "swiglu" takes w as the pair (gate, up).
+        tensor_parallel_size: on how many consecutive ranks each expert is: w holds a part of its N.
+        keep_gathered: keep the rows, k times the tokens, for the gradient of w. False: pull them
+            again in backward.
+        capacity: see `route`.
+        sizes: T of every rank, if known.
+
+    Returns:
+        h (R, N), or a list of them if w is one (except for "swiglu"), and the routing, which
+        `grouped_matmul_combine` takes. On a GPU rows beyond `routing.ends[-1]` are undefined.
+
+        Gradients: that of x is the sum over its k experts, in the order of j; that of w is this
+        rank's own. Fused like the forward.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, ids out of range (of any rank, on every rank).
+        MismatchError: on every rank, if ranks differ in K, k, dtype or the number of experts.
+        PeerTimeout: a rank did not come.
+        NotImplementedError: an engine was forced that cannot run the call.
+
+    Example:
+        x = [[1.]] with ids [[1]] on rank 0, x = [[2.]] with ids [[1]] on rank 1, an expert a rank:
+        rank 0 gets h of no rows, rank 1, whose w is [[[10.]]], gets [[10.], [20.]].
+    """
+    weights = [w] if isinstance(w, torch.Tensor) else list(w)
+    epilogues.check_activation(activation, weights)
+    _check(x, weights)
+    if isinstance(topk_ids, Routing):
+        routing = topk_ids
+    else:
+        check_tokens(topk_ids, x)
+        tp = tensor_parallel_size
+        if not is_call_traced(x):
+            group, k = resolve(group), topk_ids.shape[1]
+            told = x.dtype, ("K", x.shape[1]), ("k", k), ("tensor_parallel_size", tp)
+            check_call(group, lambda: call_of("dispatch_grouped_matmul", told).text.decode())
+        routing = routed(topk_ids, len(weights[0]), group, tp, capacity, sizes)
+    if is_call_traced(x):  # see `custom_ops`
+        zs = traced_dispatch(x, weights, routing, keep_gathered)
+        hs = epilogues.activate(zs, activation)
+        return hs[0] if isinstance(w, torch.Tensor) or activation == "swiglu" else hs, routing
+    routing = check_routing(routing, x, weights[0])
+    engine = engine_of("dispatch_grouped_matmul", x, weights, routing)
+    if engine == "generic":
+        hs = generic_dispatch(x, weights, routing, activation)
+    else:
+        call = DispatchCall(routing, engine, activation, keep_gathered)
+        hs = list(Dispatch.apply(call, x, *weights))
+    return hs[0] if isinstance(w, torch.Tensor) or activation == "swiglu" else hs, routing
+
+
+def dispatch(x: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """The rows (R, K) of all ranks' tokens x (T, K) that go to this rank's experts.
+
+    For those who bring their own matmul: rows of expert e end before `routing.ends[e]`. The
+    gradient of x is the sum over its k experts.
+    """
+    if is_call_traced(x):
+        return traced_dispatch(x, [], routing, False)[0]
+    routing = check_routing(routing, x)
+    engine = engine_of("dispatch_grouped_matmul", x, [], routing)
+    if engine == "generic":
+        return to_experts(x, routing)
+    rows: torch.Tensor = Dispatch.apply(DispatchCall(routing, engine, None, False), x)[0]
+    return rows
+
+
+def traced_dispatch(
+    x: torch.Tensor, weights: list[torch.Tensor], routing: Routing, keep: bool
+) -> list[torch.Tensor]:
+    """Every rows @ w_i in a graph, or the rows if there is no weight."""
+    op, tp = torch.ops.weft.dispatch_grouped_matmul, routing.tensor_parallel_size
+    made: list[torch.Tensor] = op(x, weights, routing.tensors, routing.name, tp, keep)
+    return made[: max(1, len(weights))]
+
+
+class DispatchCall(NamedTuple):
+    """One call, except for its tensors, which autograd must see."""
+
+    routing: Routing
+    engine: RunnableEngine
+    activation: Activation | None
+    keep: bool  # the rows, for the gradients of the weights
+
+    def told(self, x: torch.Tensor) -> tuple[Any, ...]:
+        """What must be the same on every rank."""
+        return x.dtype, ("K", x.shape[1]), ("k", self.routing.top_k)
+
+
+def _check(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
+    if x.ndim != 2 or not x.is_floating_point():
+        raise ValueError(f"x must be tokens (T, K) of floats, got {tuple(x.shape)} {x.dtype}")
+    if not weights:
+        raise ValueError("w must be a weight or a list of at least one")
+    for w in weights:
+        if w.ndim != 3 or w.shape[1] != x.shape[1] or len(w) != len(weights[0]):
+            raise ValueError(
+                f"w must be (experts, K, N) with K = {x.shape[1]}, as x is {tuple(x.shape)}, got "
+                f"{[tuple(w.shape) for w in weights]}; pass weights (experts, N, K) as "
+                f"w.transpose(1, 2)"
+            )
+        if (w.dtype, w.device) != (x.dtype, x.device):
+            raise ValueError(f"w must be {x.dtype} on {x.device}, like x, got {w.dtype} {w.device}")
+
+
+def check_routing(routing: Routing, x: torch.Tensor, w: torch.Tensor | None = None) -> Routing:
+    """The routing, not of a graph; ValueError unless x are its tokens, and w its experts."""
+    routing = routing.outside_graphs()
+    check_tokens(routing.topk_ids, x)
+    own = routing.experts[routing.group.rank]
+    if w is not None and len(w) != own:
+        raise ValueError(f"the routing is of {own} experts on this rank, but w has {len(w)}")
+    return routing
+
+
+def engine_of(
+    op: str, x: torch.Tensor, weights: Sequence[torch.Tensor], routing: Routing
+) -> RunnableEngine:
+    """The one asked for, or the cheapest for rows like x by `weights`; the same on every rank."""
+    W, tp = routing.group.world_size, routing.tensor_parallel_size
+    rows = max(1, sum(routing.tokens) * routing.top_k * tp // W)
+    K, N = x.shape[1], sum(w.shape[2] for w in weights)
+    moved = rows * K * x.element_size() * (W - tp) // W
+    host = "" if on_cpu(x) else "it is for CPUs, whose host knows how many rows come"
+    kernel = "" if x.element_size() > 1 else f"its kernels take no {x.dtype} without scales"
+    told = Problem(op, rows, N, K, x.dtype, moved, host_refusal=host, kernel_refusal=kernel)
+    return choose(told, routing.group, x.device)
+
+
+def generic_dispatch(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    routing: Routing,
+    activation: Activation | None,
+) -> list[torch.Tensor]:
+    """The same by collectives and matmuls, which are differentiable themselves."""
+    rows = to_experts(x, routing)
+    zs = [grouped_matmul(rows, w, routing.ends) for w in weights]
+    return epilogues.activate(zs, activation) if zs else [rows]
+
+
+class Dispatch(torch.autograd.Function):
+    """x (T, K), weights (E_r, K, N_i) -> every h_i (R, N_i), or the rows if there is no weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: DispatchCall, x: torch.Tensor, *weights: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        keep = call.keep and any(ctx.needs_input_grad[2:])
+        forward = _host_forward if call.engine == "host" else _triton_forward
+        made = forward(call, x, weights, keep, any(ctx.needs_input_grad))
+        ctx.call, ctx.kept = call, made.rows is not None
+        ctx.save_for_backward(x, *weights, *([made.rows] if ctx.kept else []), *made.kept)
+        return tuple(made.hs)
+
+    @staticmethod
+    @outside_autocast
+    def backward(ctx: Any, *dhs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        call: DispatchCall = ctx.call
+        _, needs_x, *needs_w = ctx.needs_input_grad
+        x, *saved = ctx.saved_tensors
+        weights, saved = saved[: len(needs_w)], saved[len(needs_w) :]
+        if torch.is_grad_enabled():
+            made = generic_dispatch(x, weights, call.routing, call.activation)
+            return None, *gradients(made, [x, *weights], [needs_x, *needs_w], dhs)
+        rows = saved.pop(0) if ctx.kept else None
+        moved = needs_x and "all_to_all", any(needs_w) and rows is None and "all_to_all"
+        record_backward(
+            "dispatch_grouped_matmul", call.engine, call.routing.group, *filter(None, moved)
+        )
+        backward = _host_backward if call.engine == "host" else _triton_backward
+        return None, *backward(call, x, weights, rows, dhs, saved, needs_x, needs_w)
+
+
+def gradients(
+    made: Sequence[torch.Tensor],
+    operands: Sequence[torch.Tensor | None],
+    needs: Sequence[bool],
+    grads: Sequence[torch.Tensor],
+) -> list[torch.Tensor | None]:
+    """Those of what the generic engine has made, differentiable once more."""
+    wanted = [x for x, need in zip(operands, needs, strict=True) if need and x is not None]
+    found = iter(torch.autograd.grad(made, wanted, grads, create_graph=True, allow_unused=True))
+    return [next(found) if need else None for need in needs]
+
+
+class _Made(NamedTuple):
+    """What a forward makes: `hs`, the rows if they are kept, and what else a gradient needs."""
+
+    hs: list[torch.Tensor]
+    rows: torch.Tensor | None
+    kept: list[torch.Tensor]
+
+
+def _host_forward(
+    call: DispatchCall, x: torch.Tensor, weights: Sequence[torch.Tensor], keep: bool, grads: bool
+) -> _Made:
+    """Expert by expert, so that what is made of its rows is still in the caches."""
+    routing, activation = call.routing, call.activation
+    R, op = routing.count, "dispatch_grouped_matmul"
+    rows = x.new_empty(R, x.shape[1]) if keep or not weights else None
+    if grads and epilogues.keeps_sums(activation):
+        zs = [x.new_empty(R, w.shape[2]) for w in weights]
+    else:
+        zs = []
+    outputs = weights[:1] if activation == "swiglu" else weights
+    hs = [x.new_empty(R, w.shape[2]) for w in outputs]
+    nbytes, told = Pull.nbytes(routing, x), call.told(x)
+    with exchange(routing.group, nbytes, op, x.device, channel="host gather", told=told) as ex:
+        pull = Pull(ex, routing, x)
+        for e, part in enumerate(routing.rows_of_expert):
+            if part.stop == part.start:
+                continue
+            mine = pull.rows(e, None if rows is None else rows[part])
+            into = [z[part] for z in zs] or ([h[part] for h in hs] if activation is None else [])
+            made = [
+                mm(mine, w[e], out=out) for w, out in zip_longest(weights, into[: len(weights)])
+            ]
+            if activation is not None:
+                for h, each in zip(hs, epilogues.activate(made, activation), strict=True):
+                    h[part] = each
+        for result in [*hs, *zs] if rows is None else [*hs, *zs, rows]:
+            ex.result(result)
+    if rows is not None and not weights:
+        return _Made([rows], None, [])
+    return _Made(hs, rows, zs or (hs if activation else []))
+
+
+def _host_backward(
+    call: DispatchCall,
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    rows: torch.Tensor | None,
+    dhs: Sequence[torch.Tensor],
+    kept: Sequence[torch.Tensor],
+    needs_x: bool,
+    needs_w: Sequence[bool],
+) -> list[torch.Tensor | None]:
+    routing, group = call.routing, call.routing.group
+    op, told = "dispatch_grouped_matmul backward", call.told(x)
+    wire = sum_dtype(x) if routing.tensor_parallel_size > 1 else x.dtype
+    dws = [torch.empty_like(w) if need else None for w, need in zip(weights, needs_w, strict=True)]
+    dx = None
+    with ExitStack() as stack:
+        if any(needs_w) and rows is None:
+            nbytes = Pull.nbytes(routing, x)
+            ex = exchange(group, nbytes, op, x.device, channel="host gather", told=told)
+            pull = Pull(stack.enter_context(ex), routing, x)
+        if needs_x:
+            nbytes = Push.nbytes(routing, x.shape[1], wire)
+            ex = exchange(group, nbytes, op, x.device, channel="host scatter", told=told)
+            push = Push(stack.enter_context(ex), routing, x.shape[1], wire)
+        for e, part in enumerate(routing.rows_of_expert):
+            dh = [each[part] for each in dhs]
+            dzs = epilogues.gradients(dh, [each[part] for each in kept], call.activation)
+            if any(needs_w):
+                mine = rows[part] if rows is not None else pull.rows(e)
+                for dw, dz in zip(dws, dzs, strict=True):
+                    if dw is not None:
+                        contract(dw[e], mine, dz)
+            if needs_x and part.stop > part.start:
+                push.rows(e, _back(dzs, [w[e] for w in weights], wire))
+        if needs_x:
+            dx = weighted_sum(push.collected(), None, routing.tensor_parallel_size, x.dtype)
+    return [dx, *dws]
+
+
+def _back(
+    dzs: list[torch.Tensor], weights: Sequence[torch.Tensor], wire: torch.dtype
+) -> torch.Tensor:
+    """The gradient of an expert's rows: sum over i of dz_i @ w_i^T, as it travels."""
+    if not weights:
+        return dzs[0].to(wire)
+    if len(weights) == 1 and wire == dzs[0].dtype:
+        return mm(dzs[0], weights[0].t())
+    total = None
+    for dz, w in zip(dzs, weights, strict=True):
+        total = partial_mm(dz, w.t(), plus=total, out=total)
+    assert total is not None
+    return total.to(wire)
+
+
+def _triton_forward(
+    call: DispatchCall, x: torch.Tensor, weights: Sequence[torch.Tensor], keep: bool, grads: bool
+) -> _Made:
+    from weft.kernels.experts.expert_launch import dispatched
+
+    activation, op = call.activation, "dispatch_grouped_matmul"
+    sums = grads and epilogues.keeps_sums(activation)
+    made = dispatched(
+        op, call.told(x), call.routing, x, weights, activation=activation, keep_sums=sums
+    )
+    if not weights and made.rows is not None:
+        return _Made([made.rows], None, [])
+    return _Made(made.ys, made.rows if keep else None, made.sums or (made.ys if activation else []))
+
+
+def _triton_backward(
+    call: DispatchCall,
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    rows: torch.Tensor | None,
+    dhs: Sequence[torch.Tensor],
+    kept: Sequence[torch.Tensor],
+    needs_x: bool,
+    needs_w: Sequence[bool],
+) -> list[torch.Tensor | None]:
+    from weft.kernels.experts.contract_grouped_kernel import launch_contract_grouped
+    from weft.kernels.experts.expert_launch import combined, dispatched
+
+    routing, op, told = call.routing, "dispatch_grouped_matmul backward", call.told(x)
+    dzs = epilogues.gradients(list(dhs), list(kept), call.activation)
+    dx = None
+    if any(needs_w) and rows is None:
+        rows = dispatched(op, told, routing, x).rows
+    if needs_x:
+        wire = sum_dtype(x) if routing.tensor_parallel_size > 1 else x.dtype
+        dx = combined(op, told, routing, dzs, [w.transpose(1, 2) for w in weights], wire)
+    dws: list[torch.Tensor | None] = [None] * len(weights)
+    for i, (w, dz, need) in enumerate(zip(weights, dzs, needs_w, strict=False)):
+        if need and rows is not None:
+            out = torch.empty_like(w)  # in w's own layout
+            dws[i] = launch_contract_grouped(rows, dz, routing.ends, out=out)
+    return [dx, *dws]
+
+
+def dispatch_grouped_matmul_reference(
+    xs: Sequence[torch.Tensor],
+    topk_ids: Sequence[torch.Tensor],
+    w: torch.Tensor,
+    first: int,
+) -> torch.Tensor:
+    """The rows @ w of the rank with experts `first`, .., given all ranks' tokens and ids: in loops.
+
+    In any dtype: the oracle of the tests.
+    """
+    made = [
+        x[t] @ w[e]
+        for e in range(len(w))
+        for x, ids in zip(xs, topk_ids, strict=True)
+        for t in range(len(ids))
+        for id in ids[t].tolist()
+        if id == first + e
+    ]
+    return torch.stack(made) if made else xs[0].new_zeros(0, w.shape[2])

@@ -1,0 +1,446 @@
+"""How the kernels of `dispatch_kernel` and of `combine_kernel` are launched.
+
+Configurations depend on shapes, dtype and chip alone. Ranks may differ in them: copy programs
+announce rows to their own rank, and slots do not lie as tiles do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+
+from weft.collectives import Workspace, workspace
+from weft.collectives.device.launches import launching, layouts_of
+from weft.collectives.memory.workspace import check_room, link_of
+from weft.kernels.device import gathers
+from weft.kernels.device.operands import NO_SCALES, Matrix, Scales, described_rows, matrix
+from weft.kernels.device.outputs import Outputs
+from weft.kernels.engine.chips import INTERPRETER, Chip, Tiling, chip_of, tiling_for
+from weft.kernels.engine.epilogues import Activation
+from weft.kernels.experts.combine_kernel import PushVariant, push_kernel, weigh_kernel
+from weft.kernels.experts.dispatch_kernel import DispatchVariant, dispatch_kernel
+from weft.kernels.experts.expert_tiles import (
+    RowTable,
+    check_table,
+    described_experts,
+    expert_weights,
+    lanes_for,
+)
+from weft.kernels.experts.routing import Routing
+
+
+@dataclass(frozen=True)
+class DispatchConfig:
+    """How the kernels of `dispatch_kernel` are launched.
+
+    Attributes:
+        tiling: tiles of the matmul.
+        programs: grid of the consumer kernel, copy programs included.
+        copy_programs: how many of them fetch rows; 0: rows are read in place at their owners.
+        chunk_rows: rows that are announced together, at least.
+        copy_m, copy_n: block that a copy moves at a time.
+        descriptors: whether weights that allow it are read by tensor descriptor, and with them the
+            rows.
+    """
+
+    tiling: Tiling
+    programs: int
+    copy_programs: int
+    chunk_rows: int
+    copy_m: int
+    copy_n: int
+    descriptors: bool = False
+
+
+def dispatch_config(
+    rows: int,
+    N: int,
+    dtype: torch.dtype,
+    world_size: int,
+    chip: Chip,
+    *,
+    experts: int = 1,
+    pair: bool = False,
+    keep_sums: bool = False,
+) -> DispatchConfig:
+    """The launch for `experts` of about `rows` rows each, and N columns of all weights.
+
+    Args:
+        pair: whether each output is made of two sums.
+        keep_sums: whether the activation's arguments are wanted too.
+    """
+    tiling = tiling_for(chip, rows, N, dtype, max(1, experts))
+    wide = tiling.block_m * tiling.block_n > 32 * 64 or dtype == torch.float32
+    if (pair and wide) or (keep_sums and dtype == torch.float32):  # else they spill
+        tiling = replace(tiling, block_n=max(16, tiling.block_n // 2))
+    if chip is INTERPRETER:
+        return DispatchConfig(tiling, chip.programs, 1, 16, 16, 32)
+    # As in `all_gather_launch`, for the same reasons.
+    copy_programs = max(1, chip.cores // 8) if world_size > 1 else max(1, chip.cores // 16)
+    copy_n = 512 * tiling.num_warps // dtype.itemsize
+    copy_m = tiling.num_warps  # twice as many spill, as each row has a pointer of its own
+    descriptors = chip.descriptors and dtype != torch.float32
+    return DispatchConfig(tiling, chip.programs, copy_programs, 32, copy_m, copy_n, descriptors)
+
+
+def numbers_offset(tokens: int, columns: int, dtype: torch.dtype) -> int:
+    """Bytes into the half at which the numbers begin, if a rank has at most `tokens` tokens."""
+    return tokens * gathers.pitch_of(columns) * dtype.itemsize
+
+
+def dispatch_bytes(tokens: int, columns: int, dtype: torch.dtype, numbers: int = 0) -> int:
+    """Symmetric memory of each rank, for at most `tokens` tokens and `numbers` for each."""
+    return numbers_offset(tokens, columns, dtype) + 4 * tokens * numbers
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """What a launch returns; of all, what begins at row table.ends[-1] is undefined.
+
+    Attributes:
+        rows: (R, K), contiguous; None if they were read in place.
+        numbers: (R,) fp32: of each row's slot; None if there are none.
+        ys: the outputs, (R, N_i) each.
+        sums: the activation's arguments, one for each weight; empty unless asked for.
+    """
+
+    rows: torch.Tensor | None
+    numbers: torch.Tensor | None
+    ys: list[torch.Tensor]
+    sums: list[torch.Tensor]
+
+
+def launch_dispatch(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    ws: Workspace,
+    table: RowTable,
+    tokens: Sequence[int],
+    *,
+    numbers: torch.Tensor | None = None,
+    activation: Activation | None = None,
+    keep_sums: bool = False,
+    tensor_parallel_size: int = 1,
+    config: DispatchConfig | None = None,
+) -> Dispatched:
+    """Enqueue y_i = activation(rows @ w_i[expert of the row]), and the rows themselves.
+
+    Args:
+        x: (T, K), this rank's tokens, any strides.
+        weights: (E, K, N_i) each, any strides, dtype of x; none: the rows are all that is wanted.
+        ws: room for `dispatch_bytes(max(tokens), K, x.dtype, k if numbers are given)`.
+        table: of the R rows that come to this rank.
+        tokens: T of every rank, the same list on all ranks.
+        numbers: (T, k) fp32, for each slot of this rank's tokens; on all ranks or none.
+        activation: see `weft.kernels.engine.epilogues`; "swiglu" makes one y of two weights.
+        keep_sums: also return the activation's arguments.
+        tensor_parallel_size: how many ranks hold parts of the same experts.
+        config: default `dispatch_config`; without copy programs, neither rows nor numbers come.
+    """
+    K, R, W, E = x.shape[1], len(table.rows), ws.world_size, len(table.ends)
+    check_table(table, E, x.device)
+    pair, Ns = activation == "swiglu", tuple(w.shape[2] for w in weights)
+    if config is None:
+        # On a GPU R is what comes if all tokens choose experts of this rank.
+        expected = max(1, R * tensor_parallel_size // (W * max(1, E)))
+        config = dispatch_config(
+            expected,
+            sum(Ns),
+            x.dtype,
+            W,
+            chip_of(x.device),
+            experts=E,
+            pair=pair,
+            keep_sums=keep_sums,
+        )
+    tiling, k = config.tiling, 0 if numbers is None else numbers.shape[1]
+    needed = dispatch_bytes(max(tokens), K, x.dtype, k)
+    check_room(ws, needed, "dispatch_bytes(max(tokens), K, x.dtype, numbers a token)")
+    ys = [x.new_empty(R, N) for N in (Ns[:1] if pair else Ns)]
+    sums = [x.new_empty(R, N) for N in Ns] if keep_sums else []
+    copies = config.copy_programs if weights else config.programs
+    rows = x.new_empty(R, K) if copies else None
+    fetched = None if numbers is None else numbers.new_empty(R)
+    pitch, numbers_at = gathers.pitch_of(K), numbers_offset(max(tokens), K, x.dtype)
+    given = NO_SCALES if numbers is None else Scales(numbers.reshape(-1), 1)
+    gathers.publish(
+        x, ws, pitch, config.programs, config.copy_m, config.copy_n, given, numbers_at, max(k, 1)
+    )
+    describe = config.descriptors and (pair or len(weights) == 1)
+    descs, w_transposed = described_experts(weights, tiling, describe)
+    row_desc = None
+    if rows is not None:
+        _, row_desc = described_rows(rows, rows, tiling, descs[0] is not None)
+    launching(dispatch_kernel, config.programs)(
+        Outputs(
+            tuple(ys),
+            tuple(sums) if keep_sums else None,
+            (None,) * len(weights),
+            (NO_SCALES,) * len(weights),
+        ),
+        gathers.Rows(rows, fetched),
+        row_desc,
+        table,
+        tuple(map(expert_weights, weights)),
+        *descs,
+        link_of(ws),
+        R,
+        E,
+        Ns,
+        K,
+        pitch,
+        numbers_at,
+        config.chunk_rows,
+        ws.rank,
+        V=DispatchVariant(
+            weights=len(weights),
+            activation=activation,
+            tiles=tiling,
+            world_size=W,
+            lanes=lanes_for(E),
+            copies=copies,
+            copy_m=config.copy_m,
+            copy_n=config.copy_n,
+            even_k=K % tiling.block_k == 0,
+            w_transposed=w_transposed,
+        ),
+        **tiling.options,
+    )
+    return Dispatched(rows, fetched, ys, sums)
+
+
+@dataclass(frozen=True)
+class CombineConfig:
+    """How the kernels of `combine_kernel` are launched; ranks may differ.
+
+    Attributes:
+        tiling: tiles of the matmul, or of what is pushed without one.
+        programs: grid of both kernels.
+        weigh_t, weigh_h: tokens and columns that are added up at a time.
+        descriptors: whether operands that allow it are read by tensor descriptor.
+    """
+
+    tiling: Tiling
+    programs: int
+    weigh_t: int
+    weigh_h: int
+    descriptors: bool = False
+
+
+def combine_config(
+    rows: int, H: int, dtype: torch.dtype, chip: Chip, *, experts: int = 1
+) -> CombineConfig:
+    """The launch for `experts` of about `rows` rows each, and H columns."""
+    tiling = tiling_for(chip, rows, H, dtype, max(1, experts))
+    if chip is INTERPRETER:
+        return CombineConfig(tiling, chip.programs, 4, 32)
+    weigh_h = min(triton.next_power_of_2(H), 256 * 16 // dtype.itemsize)
+    weigh_t = max(1, 256 // weigh_h)
+    descriptors = chip.descriptors and dtype != torch.float32
+    return CombineConfig(tiling, chip.programs, weigh_t, weigh_h, descriptors)
+
+
+def _pitch(H: int) -> int:
+    """Elements from slot to slot."""
+    return gathers.pitch_of(H) if H >= 16 else H
+
+
+def combine_bytes(tokens: int, slots: int, H: int, wire_dtype: torch.dtype) -> int:
+    """Symmetric memory of each rank, for at most `tokens` tokens of `slots` slots, all parts."""
+    return tokens * slots * _pitch(H) * wire_dtype.itemsize
+
+
+def launch_combine(
+    hs: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    ws: Workspace,
+    table: RowTable,
+    tokens: Sequence[int],
+    topk_ids: torch.Tensor,
+    experts: int,
+    *,
+    topk_weights: torch.Tensor | None = None,
+    tensor_parallel_size: int = 1,
+    wire_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    config: CombineConfig | None = None,
+) -> torch.Tensor:
+    """Enqueue y[t] = sum over j of topk_weights[t, j] * (sum over i of h_i @ w_i in slot (t, j)).
+
+    Args:
+        hs: (R, N_i) each, any strides, in the order of `table`.
+        weights: (E, N_i, H) each, any strides, dtype of hs; none: the only h (R, H) is pushed.
+        ws: room for `combine_bytes(max(tokens), k * tensor_parallel_size, H, wire_dtype)`.
+        table: of this rank's rows.
+        tokens: T of every rank, the same list on all ranks.
+        topk_ids: (T, k) int32, contiguous, of this rank's tokens. Slots whose id is none of
+            0 .. experts - 1 are left out.
+        experts: of all ranks.
+        topk_weights: (T, k) of any floating dtype; None: 1.
+        tensor_parallel_size: how many consecutive ranks hold parts of the same experts.
+        wire_dtype: in which results travel, the same on all ranks; default that of hs.
+        out_dtype: of y; default that of hs.
+        config: default `combine_config`.
+
+    Returns:
+        (T, H), contiguous. To have what is in each slot, pass the ids as (T k, 1).
+    """
+    h, E, W, parts = hs[0], len(table.ends), ws.world_size, tensor_parallel_size
+    (T, k), H = topk_ids.shape, weights[0].shape[2] if weights else h.shape[1]
+    check_table(table, E, h.device)
+    wire = wire_dtype or h.dtype
+    if config is None:
+        expected = max(1, len(table.rows) * parts // (W * max(1, E)))
+        config = combine_config(expected, H, h.dtype, chip_of(h.device), experts=E)
+    needed = combine_bytes(max(tokens), k * parts, H, wire)
+    check_room(ws, needed, "combine_bytes(max(tokens), k * parts, H, wire_dtype)")
+    tiling, pitch, wired = config.tiling, _pitch(H), getattr(tl, str(wire).removeprefix("torch."))
+    descs, w_transposed = described_experts(weights, tiling, config.descriptors)
+    h_descs = [described_rows(x, x, tiling, descs[0] is not None)[1] for x in hs[:2]]
+    if None in h_descs or len(hs) > 2:
+        h_descs = [None, None]
+    launching(push_kernel, config.programs)(
+        tuple(map(matrix, hs)),
+        *[*h_descs, None][:2],
+        tuple(map(expert_weights, weights)),
+        *descs,
+        table,
+        link_of(ws),
+        E,
+        tuple(x.shape[1] for x in hs),
+        H,
+        parts,
+        ws.rank % parts,
+        pitch,
+        ws.rank,
+        V=PushVariant(
+            terms=len(weights),
+            wire=wired,
+            tiles=tiling,
+            world_size=W,
+            lanes=lanes_for(E),
+            even_k=all(x.shape[1] % tiling.block_k == 0 for x in hs),
+            w_transposed=w_transposed,
+        ),
+        **tiling.options,
+    )
+    y = h.new_empty(T, H, dtype=out_dtype)
+    launching(weigh_kernel, config.programs)(
+        y,
+        topk_ids,
+        Matrix(None, 0, 0) if topk_weights is None else matrix(topk_weights),
+        link_of(ws),
+        T,
+        H,
+        pitch,
+        experts,
+        ws.rank,
+        WIRE=wired,
+        WORLD_SIZE=W,
+        TOP_K=k,
+        PARTS=parts,
+        BLOCK_T=config.weigh_t,
+        BLOCK_H=config.weigh_h,
+        num_warps=8,
+    )
+    return y
+
+
+def _table_of(routing: Routing) -> RowTable:
+    return RowTable(routing.ends, routing.ranks, routing.rows, routing.slots)
+
+
+def dispatched(
+    op: str,
+    told: tuple[Hashable, ...],
+    routing: Routing,
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor] = (),
+    numbers: torch.Tensor | None = None,
+    activation: Activation | None = None,
+    keep_sums: bool = False,
+) -> Dispatched:
+    """`launch_dispatch` as a call of `op`, or its launches of before.
+
+    Args:
+        told: as in `Workspace.call`.
+    """
+    table, tokens, tp = _table_of(routing), routing.tokens, routing.tensor_parallel_size
+    nbytes = dispatch_bytes(
+        max(tokens), x.shape[1], x.dtype, 0 if numbers is None else numbers.shape[1]
+    )
+    ws = workspace(routing.group, nbytes, channel="gather", device=x.device)
+
+    def launched() -> list[torch.Tensor]:
+        made = launch_dispatch(
+            x,
+            weights,
+            ws,
+            table,
+            tokens,
+            numbers=numbers,
+            activation=activation,
+            keep_sums=keep_sums,
+            tensor_parallel_size=tp,
+        )
+        assert made.rows is not None
+        fetched = [] if made.numbers is None else [made.numbers]
+        return [made.rows, *made.ys, *made.sums, *fetched]
+
+    operands = [x, *weights, numbers, *table]
+    key = op, *tokens, tp, activation, keep_sums, layouts_of(operands)
+    with ws.call(op, told):
+        rows, *made = ws.repeat(key, operands, launched)
+    count = 1 if activation == "swiglu" else len(weights)
+    sums = made[count : count + len(weights)] if keep_sums else []
+    return Dispatched(rows, None if numbers is None else made[-1], made[:count], sums)
+
+
+def combined(
+    op: str,
+    told: tuple[Hashable, ...],
+    routing: Routing,
+    hs: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    wire_dtype: torch.dtype,
+    topk_weights: torch.Tensor | None = None,
+    by_slot: bool = False,
+) -> torch.Tensor:
+    """`launch_combine` as a call of `op`, or its launches of before.
+
+    Args:
+        told: as in `Workspace.call`.
+        by_slot: return what is in each slot, (T k, H), not the sums over those of a token.
+    """
+    table, tp, ids = _table_of(routing), routing.tensor_parallel_size, routing.topk_ids
+    k, experts = (1 if by_slot else routing.top_k), sum(routing.experts[::tp])
+    tokens = [t * routing.top_k for t in routing.tokens] if by_slot else routing.tokens
+    H = weights[0].shape[2] if weights else hs[0].shape[1]
+    nbytes = combine_bytes(max(tokens), k * tp, H, wire_dtype)
+    ws = workspace(routing.group, nbytes, channel="scatter", device=ids.device)
+
+    def launched() -> list[torch.Tensor]:
+        return [
+            launch_combine(
+                hs,
+                weights,
+                ws,
+                table,
+                tokens,
+                ids.view(-1, k),
+                experts,
+                topk_weights=topk_weights,
+                tensor_parallel_size=tp,
+                wire_dtype=wire_dtype,
+            )
+        ]
+
+    operands = [*hs, *weights, topk_weights, ids, *table]
+    key = op, *tokens, tp, by_slot, wire_dtype, layouts_of(operands)
+    with ws.call(op, told):
+        (y,) = ws.repeat(key, operands, launched)
+    return y

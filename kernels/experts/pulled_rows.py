@@ -1,0 +1,143 @@
+"""Rows of other ranks' tokens, pulled by index, as tiles of `dispatch_kernel` need them.
+
+    ranks, rows   0 2 | 1 0 | 1 4 | ..      owners' halves -> fetched | x_0[2] | x_1[0] | .. |
+                                                          chunk 0           1
+
+Copy programs take turns at chunks of rows. A chunk is announced in the rank's own word (1, 0,
+chunk), of which there are `MAX_PROGRAMS` for each rank; those of all ranks follow each other.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from weft.collectives.device import signals
+from weft.collectives.ranks.pad import MAX_PROGRAMS
+from weft.kernels.device import tiles
+
+_MAX_PROGRAMS = signals.Constant(MAX_PROGRAMS)
+
+
+class PulledRows(NamedTuple):
+    """Which rows a call pulls, from where, into what.
+
+    Fields: RowTable; how many of its rows are real, and are announced together; the way to the
+    peers, this rank, the number of the call; of what is published the elements from row to row, and
+    the byte at which the numbers begin; Rows fetched, and their columns.
+    """
+
+    table: Any
+    total: Any
+    chunk_rows: Any
+    link: Any
+    rank: Any
+    generation: Any
+    pitch: Any
+    numbers_at: Any
+    fetched: Any
+    K: Any
+
+
+@triton.jit
+def chunk_of(total, chunk_rows, WORLD_SIZE: tl.constexpr):
+    """How many of `total` rows are announced together: more if there are too few words."""
+    return tl.maximum(chunk_rows, tiles.cdiv(total, WORLD_SIZE * _MAX_PROGRAMS))
+
+
+@triton.jit
+def _published(pull, rows, inside):
+    """The halves of the owners of `rows`, as addresses, and those among the rows `inside`."""
+    source = tl.load(pull.table.ranks + rows, mask=inside, other=0)
+    halves = tl.load(pull.link.buffer_ptrs + source)
+    return halves + (pull.generation & 1) * pull.link.half_bytes
+
+
+@triton.jit
+def rows_at_owners(pull, rows, inside, dtype: tl.constexpr):
+    """Pointers to the rows as their owners have published them."""
+    halves = tl.multiple_of(_published(pull, rows, inside), [16])
+    number = tl.load(pull.table.rows + rows, mask=inside, other=0).to(tl.int64)
+    return halves.to(tl.pointer_type(dtype)) + number * pull.pitch
+
+
+@triton.jit
+def _place_of(pull, number, first, last, across, V: tl.constexpr):
+    """Rows and columns of block `number` of rows first..last-1, and a mask of what is inside."""
+    rows = first + number // across * V.copy_m + tl.arange(0, V.copy_m)
+    columns = number % across * V.copy_n + tl.arange(0, V.copy_n)
+    return rows, columns, (rows < last)[:, None] & (columns < pull.K)[None, :]
+
+
+@triton.jit
+def _block_of(pull, number, first, last, across, dtype: tl.constexpr, V: tl.constexpr):
+    rows, columns, inside = _place_of(pull, number, first, last, across, V)
+    ptrs = rows_at_owners(pull, rows, rows < last, dtype)
+    return tl.load(ptrs[:, None] + columns[None, :], mask=inside)
+
+
+@triton.jit
+def wait_for_owners(pull, V: tl.constexpr):
+    """Whether all peers have published."""
+    link = pull.link
+    return signals.wait_for_peers(
+        link.signal_ptrs, pull.rank, V.world_size, 0, 0, pull.generation, link.timeout_ns
+    )
+
+
+@triton.jit
+def fetch_rows(pull, V: tl.constexpr):
+    """A copy program: bring its chunks of the rows, announcing each."""
+    fetched = pull.fetched
+    dtype: tl.constexpr = fetched.ptr.dtype.element_ty
+    chunks = tiles.cdiv(tl.where(wait_for_owners(pull, V), pull.total, 0), pull.chunk_rows)
+    across = tl.maximum(tiles.cdiv(pull.K, V.copy_n), 1)
+    for chunk in range(tl.program_id(0), chunks, V.copies):
+        first = chunk * pull.chunk_rows
+        last = tl.minimum(first + pull.chunk_rows, pull.total)
+        blocks = tiles.cdiv(last - first, V.copy_m) * across
+        # The next block is loaded while one is stored, which keeps a link busy.
+        block = _block_of(pull, 0, first, last, across, dtype, V)
+        for number in range(blocks):
+            following = _block_of(pull, number + 1, first, last, across, dtype, V)
+            rows, columns, inside = _place_of(pull, number, first, last, across, V)
+            into = fetched.ptr + rows.to(tl.int64)[:, None] * pull.K
+            tl.store(into + columns[None, :], block, mask=inside)
+            block = following
+        if fetched.scales is not None:
+            _fetch_numbers(pull, first, last, V.copy_m)
+        word = signals.slot_ptr(pull.link.signal_ptrs, pull.rank, V.world_size, 1, 0, chunk)
+        signals.signal_local(word, pull.generation)
+
+
+@triton.jit
+def _fetch_numbers(pull, first, last, BLOCK: tl.constexpr):
+    """The numbers of rows first..last-1."""
+    for start in range(first, last, BLOCK):
+        rows = start + tl.arange(0, BLOCK)
+        inside = rows < last
+        shown = (_published(pull, rows, inside) + pull.numbers_at).to(tl.pointer_type(tl.float32))
+        slots = tl.load(pull.table.slots + rows, mask=inside, other=0)
+        numbers = tl.load(shown + slots, mask=inside, other=0.0)
+        tl.store(pull.fetched.scales + rows, numbers, mask=inside)
+
+
+@triton.jit
+def wait_for_rows(pull, first, last, V: tl.constexpr):
+    """Wait until rows first..last are fetched. False on a time-out."""
+    link, source = pull.link, 0
+    first, last = first // pull.chunk_rows, last // pull.chunk_rows
+    return signals.wait_for_own(
+        link.signal_ptrs,
+        pull.rank,
+        V.world_size,
+        1,
+        source,
+        first,
+        last,
+        pull.generation,
+        link.timeout_ns,
+        1,
+    )

@@ -1,0 +1,327 @@
+"""Who computes what: which rows each rank receives for its experts, from whom, and in what order.
+
+W ranks; rank r holds T_r tokens, each of which goes to k experts. Experts are numbered through the
+ranks that hold them, in rank order. With tensor parallelism inside experts, `tp` consecutive ranks
+hold parts of the same experts, and each of them receives all rows of these:
+
+    W = 4, tp = 2, 6 experts      ranks 0, 1: experts 0 1 2       ranks 2, 3: experts 3 4 5
+
+Assignment j of token t is *slot* t * k + j of its rank. A rank's rows are sorted by expert, then by
+the rank that they come from, then by slot there. This is the order in which `torch._grouped_mm`
+wants them, and it does not depend on when rows arrive:
+
+    rows     | expert 0: from rank 0, from rank 1, .. | expert 1: from rank 0, ..  | ..
+    ends                                              ^                            ^
+
+All ranks gather all ids, a few bytes a token, and each finds its own rows by itself. All of it is
+on the device of the ids; on a GPU the host reads none of it, and does not check ids.
+
+In a graph of torch.compile, `routed` is the op that `custom_ops` has of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any, cast
+
+import torch
+
+from weft.collectives import Group, agree, all_gather, chunk_sizes, resolve
+from weft.collectives.ranks.chunks import offsets
+from weft.collectives.ranks.group import GroupLike, group_name
+from weft.collectives.ranks.traced import is_call_traced
+from weft.errors import MismatchError
+from weft.kernels.engine.local_matmul import on_cpu
+
+
+@dataclass(eq=False)
+class Routing:
+    """Where this rank's rows come from, and its tokens' results.
+
+    Made by `route`. R rows: on a CPU, as many as come; on a GPU a bound, of which the first
+    `ends[-1]` are used. In a graph of torch.compile `group` is the name of one, and `tokens` and
+    `experts` are tensors (W,); what a graph returns may be used outside of it.
+
+    Attributes:
+        group: of W ranks.
+        tensor_parallel_size: on how many consecutive ranks each expert is.
+        topk_ids: (T, k) int32, of this rank's tokens; -1: nobody.
+        tokens: T of every rank.
+        experts: how many experts each rank has.
+        counts: (W, E_r) int32: rows that come from each rank for each of this rank's experts.
+        ends: (E_r,) int32: one after the last row of each expert.
+        ranks, rows, slots: (R,) int32: for each row, the rank that it comes from, the token there,
+            and the slot there.
+        load: (E,) int64: how many assignments of all ranks go to each expert, for balance losses.
+    """
+
+    group: Group
+    tensor_parallel_size: int
+    topk_ids: torch.Tensor
+    tokens: list[int]
+    experts: list[int]
+    counts: torch.Tensor
+    ends: torch.Tensor
+    ranks: torch.Tensor
+    rows: torch.Tensor
+    slots: torch.Tensor
+    load: torch.Tensor = field(repr=False)
+
+    @property
+    def top_k(self) -> int:
+        """k, the experts of a token."""
+        return self.topk_ids.shape[1]
+
+    @property
+    def parts(self) -> int:
+        """How many results a token gets: one of each rank that computes for it."""
+        return self.top_k * self.tensor_parallel_size
+
+    @property
+    def part(self) -> int:
+        """Which part of its experts this rank has."""
+        return self.group.rank % self.tensor_parallel_size
+
+    @property
+    def count(self) -> int:
+        """R."""
+        return len(self.rows)
+
+    @property
+    def name(self) -> str:
+        """That of the group, as ops of a graph take it."""
+        return group_name(self.group)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What such ops take in place of a routing: `of_tensors` makes it again."""
+        told: list[Any] = [self.tokens, self.experts]
+        if not isinstance(self.group, str):
+            told = [torch.tensor(each) for each in told]
+        arrays = self.counts, self.ends, self.ranks, self.rows, self.slots, self.load
+        return [self.topk_ids, *told, *arrays]
+
+    @classmethod
+    def of_tensors(cls, tensors: Sequence[torch.Tensor], group: str, tp: int) -> Routing:
+        """That of a graph."""
+        ids, tokens, experts, *arrays = tensors
+        named, told = cast(Any, group), (cast(Any, tokens), cast(Any, experts))
+        return cls(named, tp, ids, *told, *arrays)
+
+    def outside_graphs(self) -> Routing:
+        """The same with a group and with numbers, if it comes from a graph."""
+        if not isinstance(self.group, str):
+            return self
+        tokens, experts = (each.tolist() for each in cast(Any, (self.tokens, self.experts)))
+        return replace(self, group=resolve(self.group), tokens=tokens, experts=experts)
+
+    # What the host engines loop over: on a CPU only.
+
+    @cached_property
+    def blocks(self) -> list[list[slice]]:
+        """By expert, then by rank: the rows that come from there."""
+        sizes = self.counts.t().reshape(-1).tolist()
+        ends = [*accumulate(sizes)]
+        cuts = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+        W = self.group.world_size
+        return [cuts[first : first + W] for first in range(0, len(cuts), W)]
+
+    @cached_property
+    def rows_of_expert(self) -> list[slice]:
+        """The rows of each expert."""
+        return [slice(start, end) for start, end in pairwise([0, *self.ends.tolist()])]
+
+    @cached_property
+    def long_rows(self) -> torch.Tensor:
+        """`rows` as torch's indexing takes them."""
+        return self.rows.long()
+
+    @cached_property
+    def long_slots(self) -> torch.Tensor:
+        """`slots` likewise."""
+        return self.slots.long()
+
+    @cached_property
+    def places(self) -> torch.Tensor:
+        """(R,) int64: where results go among the parts of all slots of the rank they are for."""
+        return self.long_slots * self.tensor_parallel_size + self.part
+
+    @cached_property
+    def unused(self) -> torch.Tensor:
+        """Slots of this rank that nobody computes, as int64 indices among `parts`."""
+        padding = (self.topk_ids < 0).reshape(-1)
+        return padding.repeat_interleave(self.tensor_parallel_size).nonzero().squeeze(1)
+
+
+def route(
+    topk_ids: torch.Tensor,
+    num_experts: int,
+    group: GroupLike = None,
+    *,
+    tensor_parallel_size: int = 1,
+    capacity: int | None = None,
+    sizes: Sequence[int] | None = None,
+) -> Routing:
+    """Have all ranks know where the tokens go. Collective.
+
+    Args:
+        topk_ids: (T, k) of any integer dtype: the experts of each of this rank's tokens, numbered
+            through all ranks; -1 for padding. T may differ between ranks and be 0. An expert that
+            is named twice computes the token twice.
+        num_experts: of all ranks; those that hold them have torch.chunk's share each.
+        group: ProcessGroup, 1-D DeviceMesh, or None for the world.
+        tensor_parallel_size: on how many consecutive ranks each expert is, a part of its hidden
+            features on each.
+        capacity: how many rows a rank may receive at most. None: all that can come, which on a GPU
+            is what buffers are made for: W * T * k rows.
+        sizes: T of every rank, if known.
+
+    Raises:
+        ValueError: on every rank, if an id of any rank is out of range, or a rank receives more
+            rows than `capacity` (on a GPU: an assertion on the device); ranks that
+            `tensor_parallel_size` does not divide.
+        MismatchError: on every rank, if they differ in k, or in the number of experts.
+
+    Example:
+        ids [[0, 2]] on rank 0 and [[1, 1]] on rank 1, 4 experts on 2 ranks. Rank 0 has experts 0
+        and 1, and rows [x_0; x_1; x_1], ends [1, 3]. Rank 1 has rows [x_0], ends [1, 1].
+    """
+    if num_experts < 1:
+        raise ValueError(f"num_experts must be at least 1, got {num_experts}")
+    return routed(topk_ids, 0, group, tensor_parallel_size, capacity, sizes, num_experts)
+
+
+def share(num_experts: int, rank: int, world_size: int, tp: int) -> int:
+    """How many of all experts a rank holds, that of torch.chunk."""
+    return chunk_sizes(num_experts, world_size // tp)[rank // tp]
+
+
+def routed(
+    topk_ids: torch.Tensor,
+    own_experts: int,
+    group: GroupLike,
+    tp: int,
+    capacity: int | None = None,
+    sizes: Sequence[int] | None = None,
+    num_experts: int | None = None,
+) -> Routing:
+    """`route` for ranks that tell each other how many experts they have.
+
+    Given `num_experts`, of all ranks, they have a share of these, whatever `own_experts` is.
+    """
+    check_tokens(topk_ids)
+    ids = topk_ids.detach().to(torch.int32).contiguous()
+    if is_call_traced(topk_ids):  # see `custom_ops`
+        name, op = group_name(group), torch.ops.weft.route
+        made = op(ids, own_experts, name, tp, capacity, sizes, num_experts)
+        return Routing.of_tensors([ids, *made], name, tp)
+    group = resolve(group)
+    if tp < 1 or group.world_size % tp:
+        raise ValueError(
+            f"tensor_parallel_size must divide the {group.world_size} ranks of the group, got {tp}"
+        )
+    own = (
+        own_experts if num_experts is None else share(num_experts, group.rank, group.world_size, tp)
+    )
+    T, k = ids.shape
+    low, high = -1, -1
+    if on_cpu(topk_ids) and topk_ids.numel():
+        low, high = (int(end) for end in topk_ids.aminmax())
+    told = _told(group, (T, own, high if low >= -1 else low), (k, tp, capacity))
+    tokens, experts, extremes = map(list, zip(*told, strict=True))
+    if sizes is not None and list(sizes) != tokens:
+        raise ValueError(f"sizes must be the tokens of every rank, {tokens}, got {list(sizes)}")
+    firsts = [0, *accumulate(experts[::tp])]  # of each set of ranks with the same experts
+    _check(tp, experts, extremes, firsts[-1])
+    everyones = all_gather(ids, group, sizes=tokens).reshape(-1)
+    load = _counted(everyones, firsts[-1])
+    counted = [load[low:high].sum() for low, high in pairwise(firsts)]
+    room = _room(counted, len(everyones), capacity, group.rank // tp)
+    first = firsts[group.rank // tp]
+    # Sorting keeps the order of those alike, which is that of ranks and slots.
+    expert = everyones - first
+    expert = expert.masked_fill((expert < 0) | (expert >= own), own)
+    slot = expert.argsort(stable=True)[:room]
+    starts = torch.tensor(offsets(tokens), device=ids.device)
+    ranks = torch.searchsorted(starts, slot // k, right=True) - 1
+    whose = torch.repeat_interleave(
+        torch.arange(len(tokens), device=ids.device),
+        torch.tensor(tokens, device=ids.device) * k,
+        output_size=len(everyones),
+    )
+    counts = _counted(whose * (own + 1) + expert, len(tokens) * (own + 1))
+    counts = counts.view(len(tokens), own + 1)[:, :own].int()
+    slots = slot - starts[ranks] * k
+    return Routing(
+        group, tp, ids, tokens, experts, counts, counts.sum(0).cumsum(0).int(), ranks.int(),
+        (slots // k).int(), slots.int(), load,
+    )  # fmt: skip
+
+
+def check_tokens(topk_ids: torch.Tensor, x: torch.Tensor | None = None) -> None:
+    """Raise ValueError unless topk_ids are experts of tokens, those of x."""
+    wrong = topk_ids.dtype.is_floating_point or topk_ids.dtype.is_complex
+    if topk_ids.ndim != 2 or topk_ids.shape[1] < 1 or wrong or topk_ids.dtype == torch.bool:
+        raise ValueError(
+            f"topk_ids must be integers (T, k) with k >= 1, got {tuple(topk_ids.shape)} "
+            f"{topk_ids.dtype}"
+        )
+    if x is not None and len(x) != len(topk_ids):
+        raise ValueError(
+            f"x has {len(x)} tokens, but topk_ids {tuple(topk_ids.shape)} are of {len(topk_ids)}"
+        )
+
+
+def _told(
+    group: Group, mine: tuple[int, int, int], same: tuple[int | None, ...]
+) -> list[tuple[int, int, int]]:
+    """Every rank's tokens, experts, and largest id, or smallest if that is below -1."""
+    tokens, experts, extreme = mine
+    op = "routing of tokens to experts"
+    if group.why:
+        return group.gather_objects(mine, f"{op}, {same}")
+    # In one word: 15 bits for experts, 16 signed ones for the id.
+    extreme = max(-(1 << 15), min(extreme, (1 << 15) - 1)) + (1 << 15)
+    words = agree(group, op, tokens << 32 | experts << 16 | extreme, same)
+    return [(w >> 32, w >> 16 & 0xFFFF, (w & 0xFFFF) - (1 << 15)) for w in words]
+
+
+def _check(tp: int, experts: list[int], extremes: list[int], E: int) -> None:
+    """The same on every rank."""
+    if any(experts[rank] != experts[rank // tp * tp] for rank in range(len(experts))):
+        raise MismatchError(
+            f"each {tp} consecutive ranks hold parts of the same experts, as "
+            f"tensor_parallel_size={tp}, but ranks have {experts} of them"
+        )
+    if wrong := {rank: id for rank, id in enumerate(extremes) if not -1 <= id < E}:
+        raise ValueError(
+            f"topk_ids must be between 0 and {E - 1}, as the ranks have {E} experts, or -1 for "
+            f"padding, got " + ", ".join(f"{id} on rank {rank}" for rank, id in wrong.items())
+        )
+
+
+def _counted(values: torch.Tensor, size: int) -> torch.Tensor:
+    """How often each of 0 .. size-1 occurs, as int64: `torch.bincount` would wait for a GPU."""
+    counts = torch.zeros(size + 1, dtype=torch.int64, device=values.device)
+    places = values.long().masked_fill(values < 0, size)
+    return counts.scatter_add_(0, places, torch.ones_like(places))[:size]
+
+
+def _room(counted: list[torch.Tensor], bound: int, capacity: int | None, mine: int) -> int:
+    """How many rows this rank has room for; `counted` are those that come, `bound` is the most."""
+    if not on_cpu(counted[0]):
+        if capacity is None or capacity >= bound:
+            return bound
+        fits = torch.stack(counted).max() <= capacity
+        torch._assert_async(fits, f"a rank receives more than {capacity=} rows: raise it")
+        return capacity
+    received = [int(count) for count in counted]
+    if capacity is not None and max(received) > capacity:
+        raise ValueError(
+            f"ranks receive up to {max(received)} rows, more than {capacity=}: raise it, or leave "
+            f"it out"
+        )
+    return received[mine]

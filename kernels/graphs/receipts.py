@@ -1,0 +1,113 @@
+"""What became of each collective of a graph that torch has compiled, and why."""
+
+from __future__ import annotations
+
+import logging
+import re
+import weakref
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+
+from weft import settings
+
+_TORCH = str(Path(torch.__file__).parent)
+_logger = logging.getLogger("weft.compile")
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """One collective of a compiled graph.
+
+    Attributes:
+        collective: "all_gather", "reduce_scatter" or "all_reduce".
+        shape: of what it was given, symbols as they are named.
+        fused: the op that has taken its place; empty if it stays.
+        why: in a word, why it stays; what it was fused with if it does not.
+        line: of the model that it came from; empty if torch does not know.
+    """
+
+    collective: str
+    shape: tuple[str, ...]
+    fused: str
+    why: str
+    line: str = ""
+
+    def __str__(self) -> str:
+        what = f"{self.collective}({' x '.join(self.shape)})"
+        told = f"-> {self.fused}, {self.why}" if self.fused else f"stays: {self.why}"
+        return f"{what} {told}" + (f"   # {self.line}" if self.line else "")
+
+
+class Receipts(tuple[Receipt, ...]):
+    """Those of one graph, in its order. Prints as a line each, and a count."""
+
+    @property
+    def fused(self) -> int:
+        """How many collectives have become parts of fused ops."""
+        return sum(bool(each.fused) for each in self)
+
+    def __str__(self) -> str:
+        count = f"{self.fused} of {len(self)} collectives fused"
+        return "\n".join([*map(str, self), count])
+
+
+def line_of(node: torch.fx.Node) -> str:
+    """The innermost line of the user's code that a node stems from: "model.py:12, in forward"."""
+    trace = node.meta.get("stack_trace") or ""
+    places = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', trace)
+    own = [place for place in places if not place[0].startswith(_TORCH)] or places
+    return f"{own[-1][0]}:{own[-1][1]}, in {own[-1][2]}" if own else ""
+
+
+def shape_of(node: torch.fx.Node) -> tuple[str, ...]:
+    """The sizes of its value."""
+    return tuple(map(str, node.meta["val"].shape))
+
+
+# By the code that torch has compiled: the receipts of its graphs, forward and backward.
+_kept: weakref.WeakKeyDictionary[CodeType, list[Receipts]] = weakref.WeakKeyDictionary()
+
+
+def keep(code: CodeType | None, receipts: Receipts) -> None:
+    """Keep them for `receipts_of`, log them, and tell listeners of `weft.explain`."""
+    if code is not None:
+        _kept.setdefault(code, []).append(receipts)
+    if receipts:
+        level = logging.INFO if "compile" in settings.logged() else logging.DEBUG
+        _logger.log(level, "%s", receipts)
+    for each in receipts:
+        told = each.fused or "as it was"
+        settings.record(f"compiled {each.collective}", told, each.why, " x ".join(each.shape))
+
+
+def code_of(compiled: Any) -> CodeType | None:
+    """The code of a module or function that torch.compile has been given."""
+    original = getattr(compiled, "_torchdynamo_orig_callable", None)
+    original = getattr(compiled, "_orig_mod", original) or compiled
+    original = original.forward if isinstance(original, torch.nn.Module) else original
+    while hasattr(original, "__wrapped__"):
+        original = original.__wrapped__
+    with suppress(AttributeError):
+        code: CodeType = getattr(original, "__func__", original).__code__
+        return code
+    return None
+
+
+def receipts_of(compiled: Any) -> Receipts:
+    """What became of the collectives of all graphs that torch has made of `compiled` so far.
+
+    Args:
+        compiled: what torch.compile(.., backend="weft") has returned, after it has run.
+    """
+    code = code_of(compiled)
+    found: Iterable[Receipts] = _kept.get(code, []) if code is not None else []
+    return Receipts(each for receipts in found for each in receipts)
+
+
+settings.receipts_of = receipts_of

@@ -1,0 +1,304 @@
+"""The pass over torch's graphs: models that do not know weft, rewritten, against themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch.distributed._functional_collectives import (
+    all_gather_tensor,
+    all_reduce,
+    reduce_scatter_tensor,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn import functional
+
+import weft
+from weft.kernels.graphs.backend import CompilePass
+from weft.kernels.graphs.receipts import Receipts
+from weft.kernels.graphs.rewriting import MissedFusionError
+
+H, F, S, B = 16, 24, 8, 2
+
+
+def by_pass(strict: bool, graphs: list[Receipts]) -> Callable[..., Any]:
+    """A backend that runs what the pass has made, forward and backward, without Inductor."""
+    rewritten = CompilePass(strict, graphs.append)
+
+    def compiled(module: Any, _: Any) -> Any:
+        rewritten(module)
+        return make_boxed_func(module.forward)
+
+    backend: Callable[..., Any] = aot_autograd(fw_compiler=compiled)
+    return backend
+
+
+def step(model: Callable[..., Any], x: torch.Tensor, parameters: list[nn.Parameter]) -> list[Any]:
+    """A result and all gradients."""
+    x = x.detach().requires_grad_()
+    y = model(x)
+    (y.to_local() if isinstance(y, DTensor) else y).square().sum().backward()
+    grads = [x.grad, *(p.grad for p in parameters)]
+    for p in parameters:
+        p.grad = None
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in (y.detach(), *grads)]
+    return [each.detach().clone() for each in local if each is not None]
+
+
+def held(model: nn.Module, x: torch.Tensor, backend: Any) -> None:
+    """Whether what is compiled returns what the model itself does."""
+    torch._dynamo.reset()
+    parameters = list(model.parameters())
+    plain = step(model, x, parameters)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for _ in range(2):
+        made = step(compiled, x, parameters)
+        assert len(made) == len(plain)
+        for mine, theirs in zip(made, plain, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-5)
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(H), nn.Linear(H, F)
+        self.down = nn.Linear(F, H, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(torch.relu(self.up(self.norm(x))))
+        return y * 2
+
+
+class Attention(nn.Module):
+    """Q, K and V share a gather."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(H, H, bias=i == 0) for i in range(3))
+        self.o = nn.Linear(H, H, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (m(x).unflatten(-1, (-1, 4)).transpose(1, 2) for m in (self.q, self.k, self.v))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y: torch.Tensor = self.o(mixed.transpose(1, 2).flatten(2))
+        return y
+
+
+class Local(nn.Module):
+    """A model's input and output as plain shards of the sequence."""
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.model, self.mesh = model, mesh
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.model(DTensor.from_local(x, self.mesh, [Shard(1)], run_check=False))
+        local: torch.Tensor = y.to_local() if isinstance(y, DTensor) else y
+        return local
+
+
+def mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def world() -> Any:
+    return dist.group.WORLD
+
+
+def own_part(seed: int) -> torch.Tensor:
+    whole = torch.randn(
+        B, S * dist.get_world_size(), H, generator=torch.Generator().manual_seed(seed)
+    )
+    return whole.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous()
+
+
+def dtensor_model(kind: str) -> tuple[nn.Module, torch.Tensor]:
+    """Of torch's own styles: what takes whole activations, or shards of the sequence."""
+    torch.manual_seed(0)
+    whole = kind.endswith("whole")
+    layouts: dict[str, Any] = {} if whole else {"input_layouts": Shard(1)}
+    back: dict[str, Any] = {} if whole else {"output_layouts": Shard(1), "use_local_output": False}
+    model: nn.Module
+    if kind.startswith("mlp"):
+        plan: dict[str, Any] = {"up": ColwiseParallel(**layouts), "down": RowwiseParallel(**back)}
+        if not whole:
+            plan["norm"] = SequenceParallel(use_local_output=False)
+        model = parallelize_module(MLP(), mesh(), plan)
+    else:
+        styles = {name: ColwiseParallel(**layouts) for name in "qkv"}
+        model = parallelize_module(Attention(), mesh(), {**styles, "o": RowwiseParallel(**back)})
+    if whole:
+        x = torch.randn(B, S, H, generator=torch.Generator().manual_seed(1))
+        return model, x
+    return Local(model, mesh()), own_part(1)
+
+
+def torch_styles(kind: str) -> list[list[tuple[str, str, str]]]:
+    graphs: list[Receipts] = []
+    model, x = dtensor_model(kind)
+    held(model, x, by_pass(True, graphs))
+    return [[(r.collective, r.fused, r.why) for r in receipts] for receipts in graphs]
+
+
+GATHER = ("all_gather", "all_gather_matmul")
+SCATTER = ("reduce_scatter", "matmul_reduce_scatter", "a matmul")
+REDUCE = ("all_reduce", "matmul_all_reduce", "a matmul")
+
+
+def test_styles_of_torch_are_fused_forward_and_backward(ranks: Any) -> None:
+    for found in ranks(2, torch_styles, "mlp whole"):
+        assert found == [[REDUCE], [REDUCE]]
+    for found in ranks(2, torch_styles, "mlp sequence"):
+        one = (*GATHER, "1 matmul")
+        assert found == [[one, SCATTER], [one, SCATTER]]
+    for found in ranks(2, torch_styles, "attention whole"):
+        # The gradients of three inputs are added up before they are summed over ranks.
+        assert found[0] == [REDUCE]
+
+
+def shared_gather() -> list[list[tuple[str, str, str]]]:
+    graphs: list[Receipts] = []
+    model, x = dtensor_model("attention sequence")
+    held(model, x, by_pass(False, graphs))
+    return [[(r.collective, r.fused, r.why) for r in receipts] for receipts in graphs]
+
+
+def test_matmuls_that_share_a_gather_are_one_op(ranks: Any) -> None:
+    for forward, _ in ranks(2, shared_gather):
+        same = (*GATHER, "the same is gathered once")
+        assert forward == [same, same, (*GATHER, "3 matmuls"), SCATTER]
+
+
+class Megatron(nn.Module):
+    """Code of one's own with functional and in-place collectives; a reduction that stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(H, F, bias=False), nn.Linear(F, H, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gathered = all_gather_tensor(x, 0, world())
+        y = self.down(functional.silu(self.up(gathered)))
+        dist.all_reduce(y)
+        largest = all_reduce(y.abs().amax().detach(), "max", world())
+        result: torch.Tensor = y / largest
+        return result
+
+
+def own_collectives() -> tuple[Any, list[str]]:
+    graphs: list[Receipts] = []
+    torch.manual_seed(0)
+    model = Megatron()
+    rows = torch.randn(4, H, generator=torch.Generator().manual_seed(dist.get_rank()))
+    torch._dynamo.reset()
+    with torch.no_grad():
+        plain = model(rows)
+        made = torch.compile(model, backend=by_pass(True, graphs))(rows)
+    torch.testing.assert_close(made, plain, rtol=2e-5, atol=2e-5)
+    return [[(r.fused, r.why) for r in receipts] for receipts in graphs], [
+        r.line for receipts in graphs for r in receipts
+    ]
+
+
+def test_code_with_collectives_of_its_own(ranks: Any) -> None:
+    for found, lines in ranks(2, own_collectives):
+        assert found == [
+            [
+                ("all_gather_matmul", "1 matmul"),
+                ("matmul_all_reduce", "a matmul"),
+                ("", "no matmul makes what it adds up"),
+            ]
+        ]
+        assert all("test_compile_pass.py" in line for line in lines)
+
+
+def batches() -> list[Any]:
+    """Shards of the sequence of batches of several sizes, in one graph and in their own."""
+    torch.manual_seed(0)
+    up, down = torch.randn(H, F), torch.randn(F, H)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        gathered = all_gather_tensor(x, 1, world())
+        y = torch.relu(gathered @ up) @ down
+        result: torch.Tensor = reduce_scatter_tensor(y, "sum", 1, world())
+        return result
+
+    fused = []
+    for dynamic in (True, False):
+        graphs: list[Receipts] = []
+        torch._dynamo.reset()
+        compiled = torch.compile(call, backend=by_pass(True, graphs), dynamic=dynamic)
+        for shape in (2, 3, H), (3, 5, H), (1, 4, H):
+            x = torch.randn(shape)
+            torch.testing.assert_close(compiled(x), call(x), rtol=2e-5, atol=2e-5)
+        fused.append([(receipts.fused, len(receipts)) for receipts in graphs])
+    return fused
+
+
+def test_batches_of_one_and_symbols(ranks: Any) -> None:
+    for dynamic, static in ranks(2, batches):
+        assert dynamic == [(2, 2)] * 2 and static == [(2, 2)] * 3
+
+
+class Biased(nn.Module):
+    """Each rank adds the bias: a sum that the fused op would not make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Linear(H, H)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = all_reduce(self.down(x), "sum", world())
+        return y
+
+
+def strict() -> str:
+    torch._dynamo.reset()
+    model, x = Biased(), torch.ones(3, H)
+    with torch.no_grad():
+        plain = model(x)
+        graphs: list[Receipts] = []
+        made = torch.compile(model, backend=by_pass(False, graphs))(x)
+        assert torch.equal(made, plain) and graphs[0].fused == 0
+        torch._dynamo.reset()
+        try:
+            torch.compile(model, backend=by_pass(True, graphs))(x)
+        except Exception as error:
+            assert "MissedFusion" in f"{type(error).__name__} {error!r}", repr(error)
+            return str(error)
+    return ""
+
+
+def test_strict_tells_what_was_missed(ranks: Any) -> None:
+    for message in ranks(2, strict):
+        assert "each rank adds a bias of its own" in message and "test_compile_pass.py" in message
+
+
+def by_inductor() -> tuple[str, Any]:
+    model, x = dtensor_model("mlp sequence")
+    held(model, x, weft.compile_backend)
+    compiled = torch.compile(model, backend=weft.compile_backend)
+    compiled(x)
+    return str(weft.explain(compiled)), weft.compile_pass.uuid()
+
+
+def test_inductor_runs_it(ranks: Any) -> None:
+    for text, uuid in ranks(2, by_inductor):
+        assert text.endswith("6 of 6 collectives fused")  # forward again
+        assert uuid == weft.compile_pass.uuid() != CompilePass(strict=True).uuid()
+
+
+def test_the_error_is_of_weft() -> None:
+    assert issubclass(MissedFusionError, weft.WeftError)

@@ -1,0 +1,223 @@
+"""Experts' fused ops against a loop over tokens in float64, forward and every gradient."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from needs import needs_interpreter
+from torch.nn import functional
+
+import weft
+from weft.collectives import chunk_sizes, resolve
+
+ENGINES = ("host", "generic", pytest.param("triton", marks=needs_interpreter))
+K, N, H = 24, 20, 28  # of tokens, of an expert's hidden features, of results
+
+
+def normal(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def routes(T: int, k: int, E: int, kind: str, seed: int) -> torch.Tensor:
+    """Ids (T, k) of each kind that a router, or a test, may come to."""
+    rand = random.Random(seed)
+    if kind == "all to one":
+        return torch.full((T, k), E - 1)
+    if kind == "none":
+        return torch.full((T, k), -1)
+    ids = [[rand.randrange(E) for _ in range(k)] for _ in range(T)]  # duplicates, too
+    if kind == "padding":
+        ids = [[-1 if rand.random() < 0.4 else id for id in row] for row in ids]
+    if kind == "few":
+        ids = [[id % 2 for id in row] for row in ids]
+    return torch.tensor(ids, dtype=torch.int64).reshape(T, k)
+
+
+class Problem:
+    """Operands of all ranks, in any dtype: `E` experts on `W // tp` sets of ranks."""
+
+    def __init__(self, case: dict[str, Any], W: int) -> None:
+        self.W, self.tp, self.dtype = W, case.get("tp", 1), case.get("dtype", torch.float32)
+        self.k, self.E = case.get("k", 2), case.get("E", 5)
+        tokens = case["tokens"]
+        kind = case.get("kind", "random")
+        self.xs = [normal((t, K), self.dtype, r) for r, t in enumerate(tokens)]
+        self.ids = [routes(t, self.k, self.E, kind, r) for r, t in enumerate(tokens)]
+        self.weights = [
+            normal((t, self.k), torch.float32, 100 + r).abs() for r, t in enumerate(tokens)
+        ]
+        self.gate, self.up = (normal((self.E, K, N), self.dtype, 200 + i) / K**0.5 for i in (0, 1))
+        self.down = normal((self.E, N, H), self.dtype, 300) / N**0.5
+        self.dys = [normal((t, H), self.dtype, 400 + r) for r, t in enumerate(tokens)]
+
+    def own(self, rank: int) -> tuple[slice, slice]:
+        """A rank's experts, and its part of their hidden features."""
+        sizes, columns = chunk_sizes(self.E, self.W // self.tp), chunk_sizes(N, self.tp)
+        e, part = rank // self.tp, rank % self.tp
+        first, column = sum(sizes[:e]), sum(columns[:part])
+        return slice(first, first + sizes[e]), slice(column, column + columns[part])
+
+    def exact(self) -> dict[str, list[torch.Tensor]]:
+        """Results and gradients in float64, of all ranks; weights' of all experts."""
+        wide = [
+            [x.double().requires_grad_() for x in xs]
+            for xs in (self.xs, self.weights, [self.gate, self.up, self.down])
+        ]
+        xs, weights, (gate, up, down) = wide
+        ys = []
+        for x, ids, weight in zip(xs, self.ids, weights, strict=True):
+            rows = [x.new_zeros(H) + 0 * x.sum() for _ in range(len(x))]
+            for t in range(len(x)):
+                for j, e in enumerate(ids[t].tolist()):
+                    if e >= 0:
+                        h = functional.silu(x[t] @ gate[e]) * (x[t] @ up[e])
+                        rows[t] = rows[t] + weight[t, j] * (h @ down[e])
+            ys.append(torch.stack(rows) if rows else x.new_zeros(0, H) * 1)
+        loss = sum((y * dy.double()).sum() for y, dy in zip(ys, self.dys, strict=True))
+        loss = loss + 0 * sum(each.sum() for group in wide for each in group)
+        loss.backward()
+        return {
+            "y": [y.detach() for y in ys],
+            "dx": [x.grad for x in xs],
+            "dweights": [w.grad for w in weights],
+            "dw": [gate.grad, up.grad, down.grad],
+        }
+
+
+def close(name: str, actual: torch.Tensor | None, exact: torch.Tensor, terms: int) -> None:
+    """Whether the error is what rounding of intermediate results, and of sums of `terms`, does."""
+    assert actual is not None and actual.shape == exact.shape, name
+    largest = max(1.0, float(exact.abs().max()) if exact.numel() else 0.0)
+    eps = torch.finfo(actual.dtype).eps if actual.dtype != torch.float32 else 2e-6
+    torch.testing.assert_close(
+        actual.double(), exact, rtol=0, atol=eps * largest * max(4.0, terms**0.5),
+        msg=lambda text: f"{name}: {text}",
+    )  # fmt: skip
+
+
+def layer(case: dict[str, Any]) -> list[torch.Tensor]:
+    """Forward and backward on this rank, twice on the same memory, against float64."""
+    group = resolve(None)
+    rank, W = group.rank, group.world_size
+    told, exact = Problem(case, W), None
+    exact = told.exact()
+    experts, columns = told.own(rank)
+    results: list[list[torch.Tensor]] = []
+    for again in range(2):
+        x, weights, gate, up, down = (
+            part.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+            for part in (
+                told.xs[rank],
+                told.weights[rank],
+                told.gate[experts, :, columns],
+                # As nn.Linear and Hugging Face have it: the last dims swapped.
+                told.up[experts, :, columns].transpose(1, 2).contiguous().transpose(1, 2),
+                told.down[experts, columns],
+            )
+        )
+        with weft.engine(case["engine"]):
+            h, routing = weft.dispatch_grouped_matmul(
+                x, told.ids[rank], (gate, up), activation="swiglu",
+                tensor_parallel_size=told.tp, keep_gathered=bool(again),
+            )  # fmt: skip
+            y = weft.grouped_matmul_combine(h, down, weights, routing)
+            y.backward(told.dys[rank])
+        assert y.dtype == told.dtype
+        rows = max(1, len(h))
+        close("y", y, exact["y"][rank], told.k)
+        close("dx", x.grad, exact["dx"][rank], told.k)
+        # A weight's gradient is a sum over N of products, whose terms may cancel.
+        close("dweights", weights.grad, exact["dweights"][rank], N) if told.dtype in (
+            torch.float32, torch.float64,
+        ) else None  # fmt: skip
+        for name, w, dw, cut in zip(
+            ("gate", "up", "down"), (gate, up, down), exact["dw"],
+            ((experts, slice(None), columns),) * 2 + ((experts, columns),), strict=True,
+        ):  # fmt: skip
+            close(name, w.grad, dw[cut], rows)
+        results.append([y.detach(), *(each.grad for each in (x, weights, gate, up, down))])
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(first, second)
+    return results[0]
+
+
+CASES = {
+    "random": {"tokens": (7, 5, 9, 3)},
+    "padding": {"tokens": (7, 5, 9, 3), "kind": "padding", "k": 3},
+    "all to one": {"tokens": (6, 1, 4, 2), "kind": "all to one"},
+    "none": {"tokens": (3, 2, 4, 1), "kind": "none"},
+    "a rank without tokens": {"tokens": (0, 5, 0, 3), "k": 1},
+    "no tokens at all": {"tokens": (0, 0, 0, 0)},
+    "fewer experts than ranks": {"tokens": (4, 3, 2, 5), "E": 1},
+    "experts without rows": {"tokens": (4, 3, 2, 5), "E": 11, "kind": "few"},
+    "bfloat16": {"tokens": (7, 5, 9, 3), "dtype": torch.bfloat16},
+    "float16": {"tokens": (7, 5, 9, 3), "dtype": torch.float16},
+    "float64": {"tokens": (7, 5, 9, 3), "dtype": torch.float64},
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", CASES)
+def test_a_layer_against_a_loop_over_tokens(ranks: Any, name: str, engine: str) -> None:
+    if (name, engine) == ("float64", "triton"):
+        pytest.skip("the kernels add up in float32")
+    for W in (2,) if engine == "triton" else (1, 2, 3):
+        case = CASES[name] | {"engine": engine, "tokens": CASES[name]["tokens"][:W]}  # type: ignore[index]
+        ranks(W, layer, case)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", ["random", "padding", "none"])
+def test_experts_that_several_ranks_share(ranks: Any, kind: str, engine: str) -> None:
+    for W, tp in (2, 2), (4, 2):
+        tokens = (5, 0, 3, 4)[:W]
+        ranks(W, layer, {"tokens": tokens, "tp": tp, "kind": kind, "engine": engine, "k": 3})
+
+
+def compiled_layer(engine: str) -> None:
+    """In one graph as eagerly, for several numbers of tokens and rows."""
+    group = resolve(None)
+    rank, W = group.rank, group.world_size
+
+    def run(
+        x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *parts: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        gate, up, down = parts
+        h, routing = weft.dispatch_grouped_matmul(
+            x, ids, (gate, up), activation="swiglu", keep_gathered=True
+        )
+        y = weft.grouped_matmul_combine(h, down, weights, routing)
+        # Those who bring their own matmul, and balance by the load.
+        again = weft.kernels.route(ids, 5)
+        rows = weft.kernels.dispatch(y[:, :K], again)
+        out = weft.kernels.grouped_matmul(rows, gate, again.ends)
+        return y, weft.kernels.combine(out, None, again) * again.load[0]
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in ((7, 5), (4, 9), (3, 2)):
+        told = Problem({"tokens": tokens}, W)
+        experts, _ = told.own(rank)
+        made = []
+        for call in (run, compiled):
+            leaves = [
+                t.detach().clone().requires_grad_()
+                for t in (
+                    told.xs[rank],
+                    told.weights[rank],
+                    *(each[experts] for each in (told.gate, told.up, told.down)),
+                )
+            ]
+            with weft.engine(engine):
+                results = call(leaves[0], told.ids[rank], *leaves[1:])
+                sum(y.square().sum() for y in results).backward()
+            made.append([*results, *(leaf.grad for leaf in leaves)])
+        for eager, traced in zip(*made, strict=True):
+            torch.testing.assert_close(traced, eager, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_in_a_graph_of_torch_compile(ranks: Any, engine: str) -> None:
+    ranks(2, compiled_layer, engine)
