@@ -13,7 +13,7 @@ _BYTES = {
     ("sm_80", "_head_attention_backward_kernel", "attention by heads"): 48,
     ("sm_80", "_head_attention_backward_kernel", "attention by heads, packed"): 56,
     ("sm_90", "_ring_attention_backward_kernel", "attention"): 8,
-    ("sm_90", "_ring_attention_backward_kernel", "attention, packed"): 16,
+    ("sm_90", "_ring_attention_backward_kernel", "attention, packed"): 32,
     ("sm_90", "_head_attention_backward_kernel", "attention by heads"): 32,
     ("sm_90", "_head_attention_backward_kernel", "attention by heads, packed"): 40,
     ("sm_100", "_ring_attention_backward_kernel", "attention"): 24,

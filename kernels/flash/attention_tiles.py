@@ -147,17 +147,6 @@ def seen_pairs(start, seen_start, seen_stop, sees, BLOCK: tl.constexpr, SEEN: tl
 
 
 @triton.jit
-def seen_pairs_transposed(
-    start, seen_start, seen_stop, sees, BLOCK: tl.constexpr, SEEN: tl.constexpr
-):
-    """`seen_pairs`, transposed: (SEEN, BLOCK)."""
-    rows, columns = start + tl.arange(0, BLOCK), seen_start + tl.arange(0, SEEN)
-    first, last = visible(rows, sees)
-    last = tl.minimum(last, seen_stop)
-    return (columns[:, None] >= first[None, :]) & (columns[:, None] < last[None, :])
-
-
-@triton.jit
 def bounds(tile, sees):
     """What the first and the last token of a tile see (see `visible`)."""
     return visible(tile.position, sees), visible(tile.position + tile.length - 1, sees)

@@ -24,7 +24,6 @@ from weft.kernels.flash.attention_tiles import (
     load_rows,
     row_sum,
     seen_pairs,
-    seen_pairs_transposed,
 )
 from weft.kernels.flash.ring_keys import head_keys, over_keys
 from weft.kernels.flash.ring_tables import rows_of
@@ -158,11 +157,10 @@ def add_to_dkv(
         else:
             ds = tiles.dot(dout, v.T, tiles.zeros(BLOCK_M, BLOCK_N)) - delta[:, None]
         if (start < within.full) | (start >= within.full_end):
-            stop = position + BLOCK_N
             if KEYS_FIRST:
-                seen = seen_pairs_transposed(start, position, stop, ring.sees, BLOCK_M, BLOCK_N)
-                seen &= (rows < end)[None, :]
+                seen = seen_pairs(position, start, end, ring.seen_by, BLOCK_N, BLOCK_M)
             else:
+                stop = position + BLOCK_N
                 seen = seen_pairs(start, position, stop, ring.sees, BLOCK_M, BLOCK_N)
                 seen &= (rows < end)[:, None]
             # Keys of the tile that nobody here sees were not fetched: they may be anything, even

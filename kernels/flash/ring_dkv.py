@@ -158,12 +158,14 @@ def make_dkv(
                 held = load_keys(ring, owner, batch, kv_head, tile, SHAPE)
                 ends = bounds(tile, ring.seen_by)
                 dk, dv = tiles.zeros(BLOCK_N, BLOCK_D), tiles.zeros(BLOCK_N, BLOCK_D)
-                for shared in range(SPANS * sharing):
+                shared = 0
+                while shared < SPANS * sharing:
                     start, q_row, q_length = span_of(table, rank, shared % SPANS, SPANS)
                     within = interval(ends, start, start + q_length, SHAPE.config.dkv_m)
                     q_head = kv_head * sharing + shared // SPANS
                     head_q = head_queries(queries, batch, q_head, q_row - start)
                     dk, dv = add_to_dkv(dk, dv, held, head_q, within, ring, SHAPE)
+                    shared += 1
                 part_ptr = _slot_ptr(slots, ring, owner, rank, SHAPE)
                 part_ptr += tl.cast(head, tl.int64) * slots.rows * SHAPE.fp32_pitch
                 size = _slot_size(slots, ring, SHAPE)

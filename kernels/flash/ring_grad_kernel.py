@@ -97,6 +97,8 @@ def _tiles(D: int, dtype: torch.dtype, chip: Chip) -> tuple[int, int, int, int, 
     if chip.family == "sm_80" and D <= 128:
         # 32 x 64 spill 168 and 8 bytes here.
         return (32, 32, 32, 32, 8, 2) if D <= 64 else (16, 64, 64, 32, 8, 2)
+    if chip.name == "sm_90" and (D <= 64 or D == 128):  # masks of columns spill 24 to 40 bytes
+        return 64, 64, 128, 64, 8, 2
     return (32, 64, 64, 32, 8, 2) if D <= 128 else (16, 32, 32, 16, 8, 2)
 
 
