@@ -399,7 +399,7 @@ def decoding(rank: int, ours: Modules = OURS) -> None:
         want, want_lse = flash_decode_reference(q, k, v, lengths, 0.5, window)
         mine = [x.unflatten(2, (4, W, 4))[:, :, :, rank].flatten(2, 3) for x in (k, v)]
         cache = Cache(*(x.contiguous() for x in mine), None, 4, rank, W)
-        ws = ours.decode.workspace_for(q, cache, resolve(None))
+        ws = workspace(None, ours.decode.room_for(q, cache, W), channel=ours.decode.CHANNEL)
         for _ in range(calls):
             out, lse = ours.decode.launch_flash_decode(q, cache, lengths, 0.5, ws, window=window)
             torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4)
