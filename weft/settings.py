@@ -244,11 +244,19 @@ class Decision:
 
 
 class Explanation(tuple[Decision, ...]):
-    """What `weft.explain` saw, in order. Prints as a line a call, candidates below it."""
+    """What `weft.explain` saw, in order. Prints as a line a call, candidates below it.
+
+    Attributes:
+        result: what the function returned.
+        receipts: of a compiled function that was not run: what became of each of its collectives.
+    """
 
     result: Any
+    receipts: Any = None
 
     def __str__(self) -> str:
+        if self.receipts is not None:
+            return str(self.receipts)
         return "\n".join(map(str, self)) or "no op of weft ran"
 
 
@@ -292,7 +300,7 @@ _COMPILED = "_torchdynamo_orig_callable"  # what torch.compile returns has it
 receipts_of: Callable[[Any], Any] | None = None
 
 
-def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Run `fn(*args, **kwargs)` and report which engine ran each op of weft in it, and why.
 
     It really runs, on every rank of the group. The value of `fn` is in `.result`. What
@@ -304,7 +312,9 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         all_gather_matmul(8x8 @ 8x8, 2 ranks): host, predicted 71 us against 355 us for generic
     """
     if receipts_of is not None and not args and not kwargs and hasattr(fn, _COMPILED):
-        return receipts_of(fn)
+        explanation = Explanation()
+        explanation.result, explanation.receipts = None, receipts_of(fn)
+        return explanation
     with explaining() as decisions:
         result = fn(*args, **kwargs)
     explanation = Explanation(decisions)

@@ -414,8 +414,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.json:
             print(line(report), flush=True)  # each takes seconds
     if options.json:
-        told = [asdict(r) | {"unknown_spills": r.unknown_spills} for r in reports]
-        print(json.dumps(told, default=str))  # a constant may be a dtype of Triton's
+        rows = [asdict(r) | {"unknown_spills": r.unknown_spills} for r in reports]
+        print(json.dumps(rows, default=str))  # a constant may be a dtype of Triton's
     elif any(r.spills for r in reports):
         print("*: known, see weft.kernels.compile.known_spills")
     return int(any(r.unknown_spills for r in reports))

@@ -102,6 +102,8 @@ def _gather(graph: Graph, node: Node) -> _Outcome:
         return "", "no matmul takes it as its rows", beside
     if dim == len(shape(whole)) - 1:
         return "", "it is gathered along the contraction", True
+    if not x.meta["val"].is_floating_point():
+        return "", f"of {x.meta['val'].dtype}", True
     products = _independent(products)
     others = {user for each in rows for user in each.users} - {*products, *rows}
     weights = [product.args[-1] for product in products]

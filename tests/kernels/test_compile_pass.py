@@ -291,7 +291,9 @@ def by_inductor() -> tuple[str, Any]:
     held(model, x, weft.compile_backend)
     compiled = torch.compile(model, backend=weft.compile_backend)
     compiled(x)
-    return str(weft.explain(compiled)), weft.compile_pass.uuid()
+    explained = weft.explain(compiled)
+    assert explained.receipts.fused == 6 and not explained
+    return str(explained), weft.compile_pass.uuid()
 
 
 def test_inductor_runs_it(ranks: Any) -> None:
