@@ -306,7 +306,7 @@ def _check(tp: int, experts: list[int], extremes: list[int], E: int) -> None:
 def _counted(values: torch.Tensor, size: int) -> torch.Tensor:
     """How often each of 0 .. size-1 occurs, as int64: `torch.bincount` would wait for a GPU."""
     counts = torch.zeros(size + 1, dtype=torch.int64, device=values.device)
-    places = values.long().masked_fill(values < 0, size)
+    places = values.long().masked_fill((values < 0) | (values >= size), size)
     return counts.scatter_add_(0, places, torch.ones_like(places))[:size]
 
 

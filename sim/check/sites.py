@@ -9,7 +9,7 @@ from types import CodeType, FrameType
 import torch
 import triton
 
-from weft.collectives.device import signals
+from weft.collectives.device import polling, signals
 
 # Frames of these are machinery, not the code that is looked at.
 _MACHINERY = (
@@ -18,7 +18,11 @@ _MACHINERY = (
     str(Path(__file__).parent.parent),  # all of sim, as it is imported and as it lies
     str(Path(__file__).resolve().parent.parent),
 )
-_SIGNALS = (str(signals.__file__), str(Path(str(signals.__file__)).resolve()))
+_SIGNALS = tuple(
+    path
+    for module in (signals, polling)
+    for path in (str(module.__file__), str(Path(str(module.__file__)).resolve()))
+)
 _DEPTH = 3
 _MACHINE, _HELPER, _OWN = range(3)
 

@@ -101,7 +101,7 @@ def one(rng: random.Random, engine: str, rank: int, world_size: int) -> None:
                 k.gather(2, index), v.gather(2, index), *filled, lengths, **options
             )
     with weft.engine(engine):  # type: ignore[arg-type]
-        again = weft.flash_decode(q, *filled, lengths, window=window, **options)
+        again = weft.flash_decode(q, *filled, lengths, scale=scale, window=window, **options)
     assert torch.equal(again, out), case
     held = [
         sum(p // block % world_size == rank or by_head for p in range(length))
