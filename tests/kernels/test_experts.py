@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import weft
 from weft.collectives import chunk_sizes, resolve
+from weft.kernels.experts.dispatch import dispatch_grouped_matmul_reference
 
 ENGINES = ("host", "generic", pytest.param("triton", marks=needs_interpreter))
 K, N, H = 24, 20, 28  # of tokens, of an expert's hidden features, of results
@@ -223,3 +224,32 @@ def compiled_layer(engine: str) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_in_a_graph_of_torch_compile(ranks: Any, engine: str) -> None:
     ranks(2, compiled_layer, engine)
+
+
+def rows_alone(engine: Any) -> None:
+    """Two weights that share rows, and rows without a weight: there, and back with weights of 1."""
+    group = resolve(None)
+    told = Problem({"tokens": (5, 0, 7)[: group.world_size], "kind": "padding"}, group.world_size)
+    experts, _ = told.own(group.rank)
+    x, ids = told.xs[group.rank].requires_grad_(), told.ids[group.rank]
+    with weft.engine(engine):
+        weights = [told.gate[experts], told.up[experts]]
+        hs, routing = weft.dispatch_grouped_matmul(x, ids, weights, activation="relu")
+        rows = weft.kernels.dispatch(x, routing)
+        y = weft.kernels.combine(rows, None, routing)
+        y.sum().backward()
+    assert len(rows) == int(routing.ends[-1]) if len(routing.ends) else not len(rows)
+    eye = torch.eye(K, dtype=torch.float64).expand(len(routing.ends), K, K)
+    for made, w in (*zip(hs, weights, strict=True), (rows, eye)):
+        wide = [each.detach().double() for each in told.xs]
+        exact = dispatch_grouped_matmul_reference(wide, told.ids, w.double(), experts.start)
+        close("rows", made, exact if w is eye else exact.relu(), K)
+    times = (ids >= 0).sum(1, keepdim=True)
+    close("y", y, x.detach().double() * times, 1)
+    close("dx", x.grad, times.double().expand(-1, K), 1)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_rows_alone_and_weights_that_share_them(ranks: Any, engine: str) -> None:
+    for W in (1, 2, 3):
+        ranks(W, rows_alone, engine)
