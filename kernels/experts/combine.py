@@ -144,15 +144,14 @@ def combine_call(
 ) -> CombineCall:
     """The call of checked operands."""
     routing = routing.outside_graphs()
-    own = routing.experts[routing.group.rank]
-    if w is not None and len(w) != own:
-        raise ValueError(f"the routing is of {own} experts on this rank, but w has {len(w)}")
+    if w is not None:
+        routing.check_experts(w)
     if len(h) != routing.count or not h.is_floating_point():
         raise ValueError(
             f"the routing is of {routing.count} rows, but there are {tuple(h.shape)} of {h.dtype}"
         )
     check_wire(wire_dtype, h.dtype)
-    wire = wire_dtype or (sum_dtype(h) if routing.tensor_parallel_size > 1 else h.dtype)
+    wire = wire_dtype or routing.wire(h)
     call = CombineCall(routing, "generic", wire)
     told = call.told(h.shape[1] if w is None else w.shape[2], h.dtype)
     check_call(routing.group, lambda: call_of("grouped_matmul_combine", told).text.decode())

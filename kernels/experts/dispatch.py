@@ -30,7 +30,7 @@ from weft.kernels.engine import epilogues
 from weft.kernels.engine.autocast import autocast, outside_autocast
 from weft.kernels.engine.engines import Problem, RunnableEngine, choose, record_backward
 from weft.kernels.engine.epilogues import Activation
-from weft.kernels.engine.local_matmul import mm, on_cpu, partial_mm, sum_dtype
+from weft.kernels.engine.local_matmul import mm, on_cpu, partial_mm
 from weft.kernels.experts.grouped import contract, grouped_matmul
 from weft.kernels.experts.routing import Routing, check_tokens, routed
 from weft.kernels.experts.rows import Pull, Push, to_experts, weighted_sum
@@ -167,9 +167,8 @@ def check_routing(routing: Routing, x: torch.Tensor, w: torch.Tensor | None = No
     """The routing, not of a graph; ValueError unless x are its tokens, and w its experts."""
     routing = routing.outside_graphs()
     check_tokens(routing.topk_ids, x)
-    own = routing.experts[routing.group.rank]
-    if w is not None and len(w) != own:
-        raise ValueError(f"the routing is of {own} experts on this rank, but w has {len(w)}")
+    if w is not None:
+        routing.check_experts(w)
     return routing
 
 
@@ -298,7 +297,7 @@ def _host_backward(
 ) -> list[torch.Tensor | None]:
     routing, group = call.routing, call.routing.group
     op, told = "dispatch_grouped_matmul backward", call.told(x)
-    wire = sum_dtype(x) if routing.tensor_parallel_size > 1 else x.dtype
+    wire = routing.wire(x)
     dws = [torch.empty_like(w) if need else None for w, need in zip(weights, needs_w, strict=True)]
     dx = None
     with ExitStack() as stack:
@@ -374,8 +373,8 @@ def _triton_backward(
     if any(needs_w) and rows is None:
         rows = dispatched(op, told, routing, x).rows
     if needs_x:
-        wire = sum_dtype(x) if routing.tensor_parallel_size > 1 else x.dtype
-        dx = combined(op, told, routing, dzs, [w.transpose(1, 2) for w in weights], wire)
+        backs = [w.transpose(1, 2) for w in weights]
+        dx = combined(op, told, routing, dzs, backs, routing.wire(x))
     dws: list[torch.Tensor | None] = [None] * len(weights)
     for i, (w, dz, need) in enumerate(zip(weights, dzs, needs_w, strict=False)):
         if need and rows is not None:

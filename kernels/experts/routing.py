@@ -34,7 +34,8 @@ from weft.collectives.ranks.chunks import offsets
 from weft.collectives.ranks.group import GroupLike, group_name
 from weft.collectives.ranks.traced import is_call_traced
 from weft.errors import MismatchError
-from weft.kernels.engine.local_matmul import on_cpu
+from weft.kernels.engine.local_matmul import on_cpu, sum_dtype
+from weft.kernels.experts.grouped import slices
 
 
 @dataclass(eq=False)
@@ -85,6 +86,16 @@ class Routing:
         """Which part of its experts this rank has."""
         return self.group.rank % self.tensor_parallel_size
 
+    def wire(self, x: torch.Tensor) -> torch.dtype:
+        """In which results like x travel: wider where they are partial sums."""
+        return sum_dtype(x) if self.tensor_parallel_size > 1 else x.dtype
+
+    def check_experts(self, w: torch.Tensor) -> None:
+        """Raise ValueError unless w (E_r, ..) are this rank's experts."""
+        own = self.experts[self.group.rank]
+        if len(w) != own:
+            raise ValueError(f"the routing is of {own} experts on this rank, but w has {len(w)}")
+
     @property
     def count(self) -> int:
         """R."""
@@ -132,7 +143,7 @@ class Routing:
     @cached_property
     def rows_of_expert(self) -> list[slice]:
         """The rows of each expert."""
-        return [slice(start, end) for start, end in pairwise([0, *self.ends.tolist()])]
+        return slices(self.ends)
 
     @cached_property
     def long_rows(self) -> torch.Tensor:
@@ -219,10 +230,7 @@ def routed(
         made = op(ids, own_experts, name, tp, capacity, sizes, num_experts)
         return Routing.of_tensors([ids, *made], name, tp)
     group = resolve(group)
-    if tp < 1 or group.world_size % tp:
-        raise ValueError(
-            f"tensor_parallel_size must divide the {group.world_size} ranks of the group, got {tp}"
-        )
+    check_parts(group, tp)
     own = (
         own_experts if num_experts is None else share(num_experts, group.rank, group.world_size, tp)
     )
@@ -259,6 +267,14 @@ def routed(
         group, tp, ids, tokens, experts, counts, counts.sum(0).cumsum(0).int(), ranks.int(),
         (slots // k).int(), slots.int(), load,
     )  # fmt: skip
+
+
+def check_parts(group: Group, tp: int) -> None:
+    """Raise ValueError unless the ranks are sets of `tp`."""
+    if tp < 1 or group.world_size % tp:
+        raise ValueError(
+            f"tensor_parallel_size must divide the {group.world_size} ranks of the group, got {tp}"
+        )
 
 
 def check_tokens(topk_ids: torch.Tensor, x: torch.Tensor | None = None) -> None:

@@ -113,8 +113,9 @@ def _gather(graph: Graph, node: Node) -> _Outcome:
     weights, biases = at.hoisted(weights), at.hoisted(biases)
     given: list[Any] = []
     if any(bias is not None for bias in biases):
-        value = x.meta["val"]  # the op takes an empty bias for none
-        none = at.call(aten.empty.memory_format, [0], dtype=value.dtype, device=value.device)
+        none, value = None, x.meta["val"]
+        if None in biases:  # the op takes an empty one in its place
+            none = at.call(aten.empty.memory_format, [0], dtype=value.dtype, device=value.device)
         given = [none if bias is None else bias for bias in biases]
     sizes = [at.size(x, dim)] * parts
     made = at.call(

@@ -26,6 +26,7 @@ from weft.collectives.ranks.traced import is_traced
 from weft.kernels.engine.epilogues import Activation
 from weft.kernels.experts.combine import grouped_matmul_combine
 from weft.kernels.experts.dispatch import dispatch_grouped_matmul
+from weft.kernels.experts.routing import check_parts, share
 from weft.kernels.layers.expert_weights import ROLES, ExpertLayout, Experts, found, layout_of
 from weft.kernels.layers.module import ParallelModule
 from weft.kernels.layers.split import Split
@@ -162,11 +163,7 @@ class ExpertParallelMLP(ParallelModule):
                 f"num_experts, intermediate_size and hidden_size must be at least 1, got {sizes}"
             )
         self.group, tp = resolve(group), tensor_parallel_size
-        if tp < 1 or self.group.world_size % tp:
-            raise ValueError(
-                f"tensor_parallel_size must divide the {self.group.world_size} ranks of the "
-                f"group, got {tp}"
-            )
+        check_parts(self.group, tp)
         self.tensor_parallel_size, self.activation = tp, activation
         self.layout, self.last_load = layout, None
         self.split = Split((self.intermediate_size,), (1,), tp)
@@ -182,8 +179,8 @@ class ExpertParallelMLP(ParallelModule):
     def _shape(self, role: str, rank: int) -> tuple[int, int, int]:
         """Of a rank's part."""
         tp = self.tensor_parallel_size
-        counts = chunk_sizes(self.num_experts, self.group.world_size // tp)
-        E, F, H = counts[rank // tp], self.split.parts[0][rank % tp], self.hidden_size
+        E = share(self.num_experts, rank, self.group.world_size, tp)
+        F, H = self.split.parts[0][rank % tp], self.hidden_size
         return (E, H, F) if role == "down_proj" else (E, F, H)
 
     def forward(
