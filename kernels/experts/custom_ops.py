@@ -103,8 +103,9 @@ def _dispatch(
 ) -> list[torch.Tensor]:
     call = _dispatch_call(x, weights, routing, group_name, tensor_parallel_size, keep)
     if call.engine == "generic":
-        made = generic_dispatch(x, weights, call.routing, None)
-        return [*made, *generic_dispatch(x, [], call.routing, None)] if keep else made
+        (rows,) = generic_dispatch(x, [], call.routing, None)
+        made = [grouped_matmul(rows, w, call.routing.ends) for w in weights] or [rows]
+        return [*made, rows] if keep else made
     saved = _Saved([True] * (1 + len(weights)))
     made = list(Dispatch.forward(saved, call, x, *weights))
     return [*made, saved.saved_tensors[-1]] if keep else made
