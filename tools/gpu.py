@@ -395,7 +395,8 @@ def main(argv: Sequence[str] | None = None, begun: float | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     steps = [step for step in args.only or STEPS if step not in args.skip]
-    wanted = _chosen(args.case, {s: gpu_steps.names(s, args.device, args.quick) for s in steps})
+    every = {step: gpu_steps.names(step, args.device, args.quick, steps) for step in steps}
+    wanted = _chosen(args.case, every)
     if args.case and not any(wanted.values()):
         parser.error(f"no case is named like {' or '.join(args.case)}: --list shows them")
     if args.list:

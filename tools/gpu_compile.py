@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from unittest.mock import patch
 
 import torch
@@ -26,54 +26,53 @@ from tools.gpu_steps import (
     tune_specs,
 )
 
+if TYPE_CHECKING:
+    from weft.bench.solo.compiling import Unit
+
 _SEARCHES = 8  # the first ones, of some 30 launches each; the step compiles the others itself
 _CALL_S = 240.0  # that the ranks of a call may take: some have five kernels
 
 
 def run(plan: StepPlan, report: GpuReport) -> None:
     """Compile what each case names, as far as there is time."""
-    from weft.bench.solo.compiling import Compilers, Done
+    from weft.bench.solo.compiling import Compilers
     from weft.sim.unwaited import PARTS
 
     device = torch.device(plan.device)
-    compilers = Compilers(device)
+    whole = Compilers(device)
     for name in plan.cases:
         if report.left_s < 5:
             return
         with report.case(name, report.left_s + 5) as found:
             until = time.monotonic() + report.left_s - 2
             say = partial(print, "compile:", flush=True)
-            done = compilers.run(units(name, plan), until, say)
-            for part in PARTS if name == "solo" else ():
-                some = [
-                    (each, _of_solo(spec, device, alone=False))
-                    for each, (spec, of) in solo_parts(plan.quick).items()
-                    if of == part
+            if name == "parts":  # kernels that lack a part: in processes of their own
+                each = [Compilers(device, part) for part in PARTS]
+                ends = [
+                    c.run(_parts(part, plan), until, say)
+                    for c, part in zip(each, PARTS, strict=True)
                 ]
-                others = Compilers(device, part)
-                more = others.run(some, until, say)
-                others.close()
-                done = Done(done.ended + more.ended, done.wrong + more.wrong, done.left + more.left)
-            found |= {"compiled": done.ended, "processes": compilers.count}
+                for compilers in each:
+                    compilers.close()
+            else:
+                ends = [whole.run(units(name, plan), until, say)]
+            wrong = [line for end in ends for line in end.wrong]
+            left = [unit for end in ends for unit in end.left]
+            found |= {"compiled": sum(end.ended for end in ends), "processes": whole.count}
             if name == "tune":  # a launch that a chip has too little for is out of the search
-                found["refused"] = done.wrong
-            elif done.wrong:
-                raise RuntimeError("\n".join(done.wrong))
-            if done.left:
-                raise CutError(f"no time for {len(done.left)}, first {done.left[0]}")
-    compilers.close()
+                found["refused"] = wrong
+            elif wrong:
+                raise RuntimeError("\n".join(wrong))
+            if left:
+                raise CutError(f"no time for {len(left)}, first {left[0]}")
+    whole.close()
 
 
-def units(name: str, plan: StepPlan) -> list[tuple[str, Any]]:
+def units(name: str, plan: StepPlan) -> list[Unit]:
     """What a case of the step compiles."""
     from weft.bench.solo import sweep
 
     device = torch.device(plan.device)
-    if name == "kernels":
-        return [
-            *_calls(plan),
-            *((f"small {s.name}", _of_solo(s, device, alone=False)) for s in _small()),
-        ]
     if name == "solo":
         return [(each, _of_solo(spec, device)) for each, spec in solo_specs(plan.quick).items()]
     if name == "plain":
@@ -81,10 +80,26 @@ def units(name: str, plan: StepPlan) -> list[tuple[str, Any]]:
             (each, partial(of_suite, each, plan.device, plan.quick))
             for _, each in suite_cases("plain", plan.device, plan.quick)
         ]
+    if name == "tune":
+        return [
+            (f"{each}, {number}", partial(sweep.compile_choice, spec, choice, device))
+            for each, spec in [*tune_specs(plan.quick).items()][:_SEARCHES]
+            for number, choice in enumerate(sweep.choices_of(spec, device)[1])
+        ]
+    small = _small() if name == "threads" else []  # of its case with the sanitizer
     return [
-        (f"{each}, {number}", partial(sweep.compile_choice, spec, choice, device))
-        for each, spec in [*tune_specs(plan.quick).items()][:_SEARCHES]
-        for number, choice in enumerate(sweep.choices_of(spec, device)[1])
+        *_calls(name, plan),
+        *((f"small {s.name}", _of_solo(s, device, alone=False)) for s in small),
+    ]
+
+
+def _parts(part: str, plan: StepPlan) -> list[Unit]:
+    """The cases of the step solo whose kernels lack a part."""
+    device = torch.device(plan.device)
+    return [
+        (each, _of_solo(spec, device, alone=False))
+        for each, (spec, of) in solo_parts(plan.quick).items()
+        if of == part
     ]
 
 
@@ -100,13 +115,13 @@ def _small() -> list[Any]:
     return small_cases()
 
 
-def _calls(plan: StepPlan) -> list[tuple[str, Any]]:
-    """The calls of ranks as threads and as processes: each of each number of ranks."""
+def _calls(step: str, plan: StepPlan) -> list[Unit]:
+    """The calls of ranks as threads, or as processes: each of each number of ranks."""
     from tools.gpu_cases import calls_of, parsed
 
+    whole = step == "processes"
     work = dict.fromkeys(
-        (step == "processes", parsed(name)[0], call)
-        for step in ("proof", "threads", "processes")
+        (parsed(name)[0], call)
         for name in names(step, plan.device, plan.quick)
         if name.startswith("W")
         for call in calls_of(name)
@@ -114,7 +129,7 @@ def _calls(plan: StepPlan) -> list[tuple[str, Any]]:
     return [
         (f"{call}, {W} {'processes' if whole else 'threads'}",
          partial(of_call, call, W, plan.device, whole))
-        for whole, W, call in work
+        for W, call in work
     ]  # fmt: skip
 
 

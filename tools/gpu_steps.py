@@ -2,8 +2,8 @@
 
     compile     every kernel that the other steps launch, by all cores: nothing is launched
     proof       `weft doctor`; 4 ranks as threads make every call of `tools.gpu_cases` once
-    solo        `weft bench solo`: kernels of one rank of W on the whole chip, some without waits
     plain       matmul and attention of one rank beside cuBLAS and torch's attention
+    solo        `weft bench solo`: kernels of one rank of W on the whole chip, some without waits
     threads     2, 4 and 8 ranks as threads: late ranks, graphs, streams, all calls mixed; small
                 calls under compute-sanitizer
     processes   2 ranks as processes that share the chip
@@ -15,7 +15,7 @@ What a step's process does is in `tools.gpu_process`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -49,15 +49,21 @@ STEPS = {
     for step in (
         GpuStep("compile", "kernels of the other steps, by all cores", 3, 600, 120),
         GpuStep("proof", "4 ranks as threads: every call once", 1.5),
+        GpuStep("plain", "one rank beside cuBLAS and torch's attention", 1, 90, figures=True),
         # Peers' signals are there: what has not come does not come.
         GpuStep("solo", "kernels of one rank of W on the whole chip", 6, 90, 2, figures=True),
-        GpuStep("plain", "one rank beside cuBLAS and torch's attention", 1, 90, figures=True),
         GpuStep("threads", "2, 4, 8 ranks as threads: late, in graphs, on streams, mixed", 4),
         GpuStep("processes", "2 ranks as processes", 1.5),
         GpuStep("tune", "launches of the fused matmuls", 4, 150, 2, figures=True),
         GpuStep("ranks", "a GPU a rank: fused ops beside unfused ones", 10, 120, figures=True),
     )
 }
+# What the step compile compiles, in its order: for which step, and a case of its own for what only
+# the figures of a few cases need.
+COMPILED = {
+    "proof": "proof", "plain": "plain", "solo": "solo", "threads": "threads",
+    "processes": "processes", "tune": "tune", "parts": "solo",
+}  # fmt: skip
 _LONG_S = {"doctor": 100.0, "sanitizer": 150.0}
 
 
@@ -89,13 +95,13 @@ class StepPlan:
         return Path(self.folder) / "outcomes.jsonl"
 
 
-def names(step: str, device: str, quick: bool) -> list[str]:
-    """The cases of a step, in their order."""
+def names(step: str, device: str, quick: bool, steps: Collection[str] = STEPS) -> list[str]:
+    """The cases of a step, in their order, in a run of `steps`."""
     from tools import gpu_cases
 
     few = [f"W2/plain/{call}" for call in ("all_reduce", "all_gather_matmul", "norm")]
     if step == "compile":
-        return ["kernels", "solo", "plain", "tune"]
+        return [case for case, of in COMPILED.items() if of in steps]
     if step == "proof":
         return ["doctor", *gpu_cases.case_names([4], ["plain"])]
     if step == "solo":
