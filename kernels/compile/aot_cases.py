@@ -31,7 +31,7 @@ from weft.kernels.engine.epilogues import Activation
 from weft.kernels.engine.fp8 import Scaling
 from weft.kernels.experts import contract_grouped_kernel, expert_launch
 from weft.kernels.experts.expert_tiles import RowTable
-from weft.kernels.flash import decode_kernel, ring_grad_kernel, ring_kernel
+from weft.kernels.flash import decode_kernel, grad_tiles, ring_grad_kernel, ring_kernel
 from weft.kernels.flash.geometry import (
     UNBOUNDED,
     Geometry,
@@ -384,6 +384,7 @@ def _attention_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, L
             heads_kernel.launch_head_attention, heads_grad_kernel.launch_head_attention_backward,
         ),
     ]  # fmt: skip
+    modules = ring_kernel, ring_grad_kernel, heads_kernel, heads_grad_kernel
     for way, times, forward, backward in ways:
         for case, rows, D, before, packed in shards:
             plain, total = before == UNBOUNDED and not packed, rows * _W
@@ -392,7 +393,7 @@ def _attention_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, L
             documents = (0, total // 3, total) if packed else None
             geometry = Geometry(sizes, sizes, layout, Visibility(total, before, 0, documents))
             q, k = (empty(1, times * heads, sizes[0], D) for heads in _HEADS)
-            with catching(ring_kernel, ring_grad_kernel, heads_kernel, heads_grad_kernel) as got:
+            with catching(*modules, grad_tiles) as got:
                 out, lse = forward(q, k, k, _workspace(), geometry, 0.1)
                 if rows > 64:
                     saved = Saved(q, k, k, out, lse, q, lse if packed else None)

@@ -121,26 +121,38 @@ def _copy_programs(
 ) -> int:
     """How many programs copy: just enough to fetch a shard while the others attend to one.
 
-    A program fetches 32 GB/s (64 KiB a load, 2 us); the chip attends at some 400 TFLOP/s. An eighth
-    of the cores fills the link.
+    A program fetches 32 GB/s (32 KiB a load, 1 us); the chip attends at some 400 TFLOP/s, to half
+    of the pairs if attention is causal. An eighth of the cores fills the link.
     """
     if W == 1 or chip is INTERPRETER:
         return 1
-    wanted = -(-6250 * dtype.itemsize * kv_heads // max(heads * rows, 1))
+    wanted = -(-12500 * dtype.itemsize * kv_heads // max(heads * rows, 1))
     return max(2, min(chip.cores // 8, wanted))
 
 
 def ring_options(
     heads: int, kv_heads: int, rows: int, dtype: torch.dtype, world_size: int, chip: Chip
 ) -> dict[str, Any]:
-    """The RingOptions of shards of at most `rows` queries, by name; heads count over batches."""
+    """RingOptions of shards of at most `rows` queries, by name; heads count over batches.
+
+    `copy_rows` tells how many rows are copied at a time where kernels are compiled.
+    """
     copies = _copy_programs(chip, heads, kv_heads, rows, dtype, world_size)
     options: dict[str, Any] = {"programs": chip.programs, "copy_programs": copies}
     if chip is INTERPRETER:
         return options | {"group_heads": 2, "copy_m": 16}
     group_heads = max(1, heads // max(kv_heads, 1))
     registers = not chip.is_amd
-    return options | {"group_heads": group_heads, "copy_m": 32, "all_registers": registers}
+    return options | {"group_heads": group_heads, "all_registers": registers}
+
+
+def copy_rows(num_warps: int, D: int, dtype: torch.dtype) -> int:
+    """Rows that a copy program moves at a time: 128 bytes a thread, which half its registers hold.
+
+    At most 256, as what nobody sees is left out by so many.
+    """
+    row_bytes: int = max(16, triton.next_power_of_2(D)) * dtype.itemsize
+    return min(256, 32 * num_warps * 128 // row_bytes)
 
 
 def shape_for(k: torch.Tensor, geometry: Geometry, config: RingOptions) -> Shape:

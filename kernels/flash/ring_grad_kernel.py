@@ -1,10 +1,9 @@
-"""ring_attention, backward, in one launch: dq stays on its rank, dk and dv go to their owners.
+"""ring_attention, backward: dq stays on its rank, dk and dv go to their owners.
 
 Legend as in `ring_keys` and `ring_kernel`, formulas as in `grad_tiles`.
 
 Protocol
-  1. Copy programs publish keys, make delta and announce it in the rank's own words (1, rank, p),
-     then fetch keys, as described in `ring_keys`.
+  1. Copy programs publish and fetch keys, as described in `ring_keys`.
   2. The other programs make parts of dk and dv and send them to their owners: see `ring_dkv`.
   3. They make tiles of dq, over all keys, which are here by now.
   4. They wait for all peers' parts of dk and dv of the rank's own keys and add them up: see
@@ -26,7 +25,6 @@ import triton.language as tl
 
 from weft.collectives import Group, Workspace
 from weft.collectives.device import signals
-from weft.collectives.device.launches import temporary
 from weft.kernels.device import tiles
 from weft.kernels.engine.chips import INTERPRETER, Chip, chip_of
 from weft.kernels.flash import ring_call, ring_kernel, ring_keys
@@ -35,7 +33,6 @@ from weft.kernels.flash.geometry import Geometry
 from weft.kernels.flash.grad_tiles import (
     given_to_gradients,
     head_queries,
-    make_delta,
     spoil_gradients,
     sum_dq,
 )
@@ -73,9 +70,8 @@ def ring_grad_config(
         block = 16 if rows <= 16 else 32
         return RingGradConfig(block, block, block, block, 16, **options)
     dkv_m, dkv_n, dq_m, dq_n, num_warps, num_stages = _tiles(D, dtype, chip)
-    if D > 128 and dtype.itemsize > 2:
-        options["copy_m"] = 16
     options |= {"num_warps": num_warps, "num_stages": num_stages}
+    options["copy_m"] = ring_call.copy_rows(num_warps, D, dtype)
     reduce_n = 8  # 16 rows spill, 8 bytes on sm_90
     return RingGradConfig(dkv_m, dkv_n, dq_m, dq_n, reduce_n, **options)
 
@@ -136,9 +132,7 @@ def _ring_attention_backward_kernel(
     dq_ptr,  # (B, H, n, D)
     dk_ptr,  # (B, H_kv, m, D)
     dv_ptr,
-    out_ptr,  # (B, H, n, D)
-    dlse_ptr,  # (B, H, n) or None
-    queries,  # Queries, of which delta is an output
+    queries,  # Queries
     keys,  # Keys
     tables,  # Tables
     link,
@@ -158,12 +152,9 @@ def _ring_attention_backward_kernel(
     if tl.program_id(0) < SHAPE.config.copy_programs:
         ring_keys.publish_keys(ring, SHAPE)
         ring_keys.signal_published(ring, SHAPE)
-        make_delta(out_ptr, dlse_ptr, queries, B, SHAPE)
-        ring_keys.announce_source(ring, rank, SHAPE)
         ring_keys.fetch_keys(ring, SHAPE)
     else:
-        # Bit 0 stands for delta; the rank's own keys need no wait.
-        arrivals = ring_keys.wait_for_source(ring_keys.no_arrivals(SHAPE), 0, ring, SHAPE)
+        arrivals = ring_keys.no_arrivals(SHAPE) | 1  # the rank's own keys are here
         arrivals = make_dkv(arrivals, slots, queries, ring, SHAPE)
         _make_dq(dq_ptr, arrivals, queries, ring, B, SHAPE)
         reduce_dkv(dk_ptr, dv_ptr, slots, ring, SHAPE)
@@ -189,7 +180,7 @@ def launch_ring_attention_backward(
     config = ring_grad_config(
         B * H, B * k.shape[1], max(geometry.q_sizes), D, q.dtype, ws.world_size, chip_of(q.device)
     )
-    given = given_to_gradients(saved, temporary(torch.empty_like(saved.lse)))
+    given = given_to_gradients(saved)
     k, v = contiguous_rows(k, saved.v)
     own = slots_of(k, geometry, config.dkv_n), *given
     ring_call.launch(_ring_attention_backward_kernel, config, own, k, v, ws, geometry, scale)

@@ -95,6 +95,7 @@ def ring_config(
         block_m, block_n = min(block_m, most_m), min(block_n, most_n)
         num_warps = 4 if rows <= 16 or D <= 64 or chip.is_amd else 8
     options |= {"num_warps": num_warps, "num_stages": num_stages}
+    options["copy_m"] = ring_call.copy_rows(num_warps, D, dtype)
     return RingConfig(block_m, block_n, delayed, **options)
 
 

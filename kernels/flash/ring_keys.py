@@ -135,7 +135,13 @@ def _fetch_rows(out_ptr, shard_ptr, ring, source, rows, SHAPE: tl.constexpr):
 
 @triton.jit
 def publish_keys(ring, SHAPE: tl.constexpr):
-    """Step 1 of the protocol, up to the signal."""
+    """Step 1 of the protocol, up to the signal. A group of one reads its keys in place."""
+    if SHAPE.world_size > 1:
+        _publish_keys(ring, SHAPE)
+
+
+@triton.jit
+def _publish_keys(ring, SHAPE: tl.constexpr):
     link, rank, generation, keys = ring.link, ring.rank, ring.generation, ring.keys
     dtype: tl.constexpr = keys.k.dtype.element_ty
     half = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, dtype)

@@ -1,7 +1,7 @@
 """Queries of attention by heads, backward: how they are published, fetched and read.
 
 Legend as in `ring_keys` and `head_units`. With the queries of a rank's heads go dout, lse and
-delta, which every rank makes of its own tokens.
+delta of its own tokens.
 
     half of s       [k | v]  [q]  [dout]  [lse]  [delta]  of its tokens, all heads: published
     `Fetched` on r  of the tokens of every other rank, the heads of r:
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from weft.kernels.device import tiles
-from weft.kernels.flash.grad_tiles import HeadQueries, Queries, make_delta
+from weft.kernels.flash.grad_tiles import HeadQueries
 from weft.kernels.flash.ring_call import area_ptr
 from weft.kernels.flash.ring_keys import first_chunk, publish_keys, publish_rows
 from weft.kernels.flash.ring_tables import base_of, count_rows
@@ -53,7 +53,7 @@ class Fetched(NamedTuple):
 
 
 class GradCall(NamedTuple):
-    """One backward, beside its Ring: Queries (delta is not there), Fetched, GradAreas and B."""
+    """One backward, beside its Ring: Queries, Fetched, GradAreas and B."""
 
     queries: Any
     fetched: Any
@@ -62,22 +62,23 @@ class GradCall(NamedTuple):
 
 
 @triton.jit
-def publish_all(out_ptr, dlse_ptr, call, ring, SHAPE: tl.constexpr):
+def publish_all(call, ring, SHAPE: tl.constexpr):
     """Step 1 of the protocol, up to the signal."""
     dtype: tl.constexpr = ring.keys.k.dtype.element_ty
+    COPY_M: tl.constexpr = SHAPE.config.copy_m
     publish_keys(ring, SHAPE)
     areas, B, rank = call.areas, call.B, ring.rank
-    q, dout, lse, _, H, n = call.queries
+    q, dout, lse, delta, H, n = call.queries
     publish_rows(area_ptr(ring, rank, areas.q, dtype), q, H, B * H, n, SHAPE)
     publish_rows(area_ptr(ring, rank, areas.dout, dtype), dout, H, B * H, n, SHAPE)
-    delta = area_ptr(ring, rank, areas.delta, tl.float32)
-    make_delta(out_ptr, dlse_ptr, Queries(q, dout, lse, delta, H, n), B, SHAPE)
-    shown = area_ptr(ring, rank, areas.lse, tl.float32)
-    chunks = tiles.cdiv(n, SHAPE.config.copy_m)
+    to_lse = area_ptr(ring, rank, areas.lse, tl.float32)
+    to_delta = area_ptr(ring, rank, areas.delta, tl.float32)
+    chunks = tiles.cdiv(n, COPY_M)
     for unit in range(tl.program_id(0), B * H * chunks, SHAPE.config.copy_programs):
-        rows = unit % chunks * SHAPE.config.copy_m + tl.arange(0, SHAPE.config.copy_m)
+        rows = unit % chunks * COPY_M + tl.arange(0, COPY_M)
         at = tl.cast(unit // chunks, tl.int64) * n + rows
-        tl.store(shown + at, tl.load(lse + at, mask=rows < n), mask=rows < n)
+        tl.store(to_lse + at, tl.load(lse + at, mask=rows < n), mask=rows < n)
+        tl.store(to_delta + at, tl.load(delta + at, mask=rows < n), mask=rows < n)
 
 
 @triton.jit
@@ -139,7 +140,7 @@ def held_queries(call, ring, source, batch, head, shift, SHAPE: tl.constexpr):
         at = (batch * queries.H + head) * queries.n + shift
         q = area_ptr(ring, source, areas.q, dtype) + at * SHAPE.pitch
         dout = area_ptr(ring, source, areas.dout, dtype) + at * SHAPE.pitch
-        lse, delta = queries.lse + at, area_ptr(ring, source, areas.delta, tl.float32) + at
+        lse, delta = queries.lse + at, queries.delta + at
     else:
         n = tl.cast(count_rows(ring.table, source, SHAPE.spans), tl.int64)
         size = B * fetched.count * n

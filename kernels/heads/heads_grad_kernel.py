@@ -1,4 +1,4 @@
-"""ulysses_attention, backward, in one launch: each rank makes the gradients of its heads.
+"""ulysses_attention, backward: each rank makes the gradients of its heads.
 
 Legend as in `ring_keys` and `head_units`, formulas as in `grad_tiles`.
 
@@ -7,7 +7,7 @@ Legend as in `ring_keys` and `head_units`, formulas as in `grad_tiles`.
                     slots of parts of dk and dv, see `head_dkv`: likewise
 
 Protocol
-  1. Copy programs publish keys, queries and dout, make and publish delta, and signal. They fetch
+  1. Copy programs publish keys, queries, dout, lse and delta, and signal. They fetch
      what belongs to their rank's heads, keys as described in `ring_keys` and the rest beside them,
      and announce each source in the rank's own words (1, source, p), their own rank first.
   2. For the owners rank+1, rank+2, .., rank, the other programs make dk and dv of the owner's keys
@@ -66,8 +66,6 @@ def head_grad_config(
     # Nothing can begin before all is published.
     config = replace(config, copy_programs=max(1, chip.cores // 8))
     # More is kept in registers here than in `ring_grad_kernel`, whose tiles spill 8 to 72 bytes.
-    if D > 128:
-        config = replace(config, copy_m=16)
     if D <= 128 and dtype.itemsize == 2 and chip.name == "sm_90":
         config = replace(config, dkv_m=32, dq_m=64, dq_n=32)
         if 64 < D < 128:
@@ -119,9 +117,7 @@ def _head_attention_backward_kernel(
     dq_ptr,  # (B, H, n, D)
     dk_ptr,  # (B, H_KV, m, D)
     dv_ptr,
-    out_ptr,  # (B, H, n, D)
-    dlse_ptr,  # (B, H, n) or None
-    queries,  # Queries, of which delta is not there
+    queries,  # Queries
     fetched,  # Fetched
     areas,  # GradAreas
     keys,  # Keys
@@ -143,7 +139,7 @@ def _head_attention_backward_kernel(
     ring = ring_call.Ring(link, rank, generation, keys, words, sees, seen_by, scale)
     call, H = GradCall(queries, fetched, areas, B), queries.H
     if tl.program_id(0) < SHAPE.config.copy_programs:
-        publish_all(out_ptr, dlse_ptr, call, ring, SHAPE)
+        publish_all(call, ring, SHAPE)
         ring_keys.signal_published(ring, SHAPE)
         ring_keys.announce_source(ring, rank, SHAPE)
         for step in range(1, SHAPE.world_size):
@@ -156,7 +152,7 @@ def _head_attention_backward_kernel(
                 fetch_queries(call, ring, source, SHAPE)
                 ring_keys.announce_source(ring, source, SHAPE)
     else:
-        # Bit 0 stands for delta.
+        # Bit 0 stands for the own queries, which are read where they are published.
         arrivals = ring_keys.wait_for_source(ring_keys.no_arrivals(SHAPE), 0, ring, SHAPE)
         for step in range(1, SHAPE.world_size + 1):
             owner = (rank + step) % SHAPE.world_size
@@ -219,7 +215,7 @@ def launch_head_attention_backward(
         at_q, at_dout, at_lse, at_delta, at_dq, at_parts, max(geometry.k_sizes), stagger,
         kv_stagger,
     )  # fmt: skip
-    given = given_to_gradients(saved, None)
+    given = given_to_gradients(saved)
     own = *given, Fetched(*pieces, heads.start, len(heads)), areas
     k, v = contiguous_rows(k, saved.v)
     kernel, of_keys = _head_attention_backward_kernel, head_units.kv_range(heads, H, H_kv)

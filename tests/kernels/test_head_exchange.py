@@ -224,7 +224,7 @@ def test_schedules(engine: weft.settings.Engine, monkeypatch: pytest.MonkeyPatch
 @needs_interpreter
 def test_every_byte_crosses_the_link_once() -> None:
     """q, k and v of one head come, and out and lse of the other go, by way of their readers."""
-    assert link_bytes(2, 2, weft.ulysses_attention) == 64 * (4 * 16 * 4 + 4)
+    assert link_bytes(2, 2, weft.ulysses_attention) == 512 * (4 * 16 * 4 + 4)
 
 
 @pytest.mark.ranks(2)

@@ -298,12 +298,12 @@ def test_a_late_rank(engine: str) -> None:
 
 
 def link_bytes(W: int, H: int, attention: Any, **options: Any) -> float:
-    """The most that crosses one link, of 64 tokens a rank and heads of 16, in fp32."""
+    """The most that crosses one link, of 512 tokens a rank and heads of 16, in fp32."""
 
     def body(rank: int) -> None:
-        x = torch.zeros(1, H, 64, 16)
+        x = torch.zeros(1, H, 512, 16)
         with weft.engine("triton"):
-            attention(x, x, x, sizes=[64] * W, **options)
+            attention(x, x, x, sizes=[512] * W, **options)
 
     timeline = sim.run(W, body, hardware="h100", numerics=False).timeline
     return timeline.summary()["link_bytes"]
@@ -313,9 +313,9 @@ def link_bytes(W: int, H: int, attention: Any, **options: Any) -> float:
 def test_keys_that_no_query_sees_are_not_fetched() -> None:
     row_bytes = 2 * 16 * 4
     fetched = lambda **options: link_bytes(2, 1, weft.ring_attention, **options)  # noqa: E731
-    assert fetched() == 64 * row_bytes
-    assert fetched(causal=True, window=5) == 32 * row_bytes  # a chunk of copies
-    assert fetched(cu_seqlens=[0, 64, 128]) == 0
+    assert fetched() == 512 * row_bytes
+    assert fetched(causal=True, window=5) == 256 * row_bytes  # a chunk of copies
+    assert fetched(cu_seqlens=[0, 512, 1024]) == 0
 
 
 @pytest.mark.parametrize("config", [ring_config, ring_grad_config, head_grad_config])
