@@ -184,6 +184,20 @@ def _make_tile(call, tile, came, V: tl.constexpr):
         tile_n -= tiles.cdiv(N, TILES.block_n)
 
 
+@triton.jit
+def _make_tiles(call, experts, program, programs, came, V: tl.constexpr):
+    """Every `programs`-th tile from number `program` on; none by copy programs, which have < 0."""
+    OUTPUTS: tl.constexpr = V.outputs
+    TILES: tl.constexpr = V.tiles
+    if program >= 0:
+        tiles_n = 0
+        for i in tl.static_range(OUTPUTS):
+            tiles_n += tiles.cdiv(call.Ns[i], TILES.block_n)
+        for number in range(program, tiles_of(experts) * tiles_n, programs):
+            tile = expert_tile(experts, number, tiles_n, (0, 1), TILES.block_m, TILES.group_m)
+            _make_tile(call, tile, came, V)
+
+
 @triton.jit(do_not_specialize=["R", "E", "numbers_at", "chunk_rows", "rank"])
 def dispatch_kernel(
     out,  # Outputs
@@ -209,7 +223,7 @@ def dispatch_kernel(
     Example: ends [5, 12], block_m=4, one column tile, 3 programs of which 1 copies. Program 1 makes
     the tiles of rows 0..3 and 5..8, program 2 those of row 4 and of rows 9..11.
     """
-    OUTPUTS: tl.constexpr = V.outputs
+    WEIGHTS: tl.constexpr = V.weights
     TILES: tl.constexpr = V.tiles
     generation = signals.last_generation(link.signal_ptrs, rank)
     program, programs = tl.program_id(0), tl.num_programs(0) - V.copies
@@ -225,13 +239,8 @@ def dispatch_kernel(
         came = wait_for_owners(pull, V)
     elif program < V.copies:
         fetch_rows(pull, V)
-    if program >= V.copies:
-        tiles_n = 0
-        for i in tl.static_range(OUTPUTS):
-            tiles_n += tiles.cdiv(Ns[i], TILES.block_n)
-        for number in range(program - V.copies, tiles_of(experts) * tiles_n, programs):
-            tile = expert_tile(experts, number, tiles_n, (0, 1), TILES.block_m, TILES.group_m)
-            _make_tile(call, tile, came, V)
+    if WEIGHTS > 0:  # else there is none that tiles could be compiled for, and all programs copy
+        _make_tiles(call, experts, program - V.copies, programs, came, V)
     if signals.end_call(link.signal_ptrs, rank, generation):
         _spoil(call, tl.cast(R, tl.int64), V)
 
