@@ -303,6 +303,17 @@ def test_segments_of_what_is_compiled_only_share_memory() -> None:
         assert memory is not None and whole < 11 << 20
 
 
+def test_an_epilogue_of_a_group_of_one_is_given_whole_rows() -> None:
+    op, dtype = "matmul_reduce_scatter", "bfloat16"
+    params = {"op": op, "M": 32, "N": 32, "K": 64, "dtype": dtype, "epilogue": "bias + residual"}
+    spec = Spec(op, {**params, "ranks": 2})
+    with compiling.compiling():
+        compiling.compiled(spec, CPU)
+    case = measure.measured(spec, CPU, quick=True)
+    assert case.failure == "" and case.variants["alone"].failure == ""
+    assert max(errors(spec, 1)) <= 1
+
+
 def test_what_an_epilogue_adds() -> None:
     params = {"op": "matmul_all_reduce", "M": 8, "N": 8, "K": 8, "dtype": "bfloat16", "ranks": 2}
 
