@@ -71,12 +71,10 @@ def compiled(spec: Spec, device: torch.device, *, alone: bool = True) -> None:
     """Make the launches of a case once, inside `compiling()`; `alone`: for a group of one, too."""
     rank = 1 % spec.params["ranks"]
     world = solo.SoloWorld(spec.params["ranks"], device, hollow=True)
-    world.team.learning = True
     try:
         with weft.engine("triton"):
             problem = cases.build(spec, rank, device)
             problem.prepare(world)
-            world.team.learning = True
             with world.at(rank):
                 problem.run(rank)
             if alone and problem.alone is not None:

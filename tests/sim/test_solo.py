@@ -295,12 +295,31 @@ def test_kernels_are_compiled_with_what_launches_them(monkeypatch: pytest.Monkey
 
 def test_segments_of_what_is_compiled_only_share_memory() -> None:
     with SoloWorld(8, hollow=True) as world:
-        world.team.learning = True
         memory = world.team.memory(0, 4096, 10 << 20, CPU)
         starts = [segment.data_ptr() for segment in world.team.buffers[0].segments]
         assert {b - a for a, b in pairwise(starts)} == {4096}
         whole = world.team.buffers[0].segments[0].untyped_storage().nbytes()
         assert memory is not None and whole < 11 << 20
+
+
+def test_what_is_compiled_only_looks_at_no_status() -> None:
+    """Data of a rank lie over the pads of others, as those of a group's gather did."""
+    ran: list[int] = []
+
+    def fn(rank: int) -> None:
+        buffer = weft.collectives.empty((1 << 20,), torch.uint8)
+        buffer.get_buffer(rank, (1 << 20,), torch.uint8).fill_(205)
+        kept.append(buffer)
+        ran.append(rank)
+
+    kept: list[Any] = []
+    with SoloWorld(4, hollow=True) as world:
+        world.learn(fn, depth=2)
+        assert ran == [0, 1, 2, 3]
+        assert any(int(buffer.status_of(rank)) for rank, buffer in enumerate(kept))
+        with world.at(2):
+            fn(2)  # asks for more memory
+            world.check()
 
 
 def test_an_epilogue_of_a_group_of_one_is_given_whole_rows() -> None:
