@@ -63,17 +63,27 @@ def _end_with_parent() -> None:
 # --- ranks as threads: proof, threads ----------------------------------------------------------
 
 
-def on_ranks(device: str, W: int, body: Callable[[int], None], seconds: float) -> None:
-    """`body(rank)` on virtual ranks, with a process group: compiled on a GPU, else interpreted."""
+def on_ranks(
+    device: str, W: int, body: Callable[[int], None], seconds: float, *, launches: bool = True
+) -> None:
+    """`body(rank)` on virtual ranks, with a process group: compiled on a GPU, else interpreted.
+
+    Args:
+        launches: whether kernels run: those of ranks that wait for each other need queues of their
+            own on a GPU.
+    """
     import torch.distributed as dist
 
     from weft import sim
+    from weft.sim.run.gpu import run_threads
 
     def on_rank(rank: int) -> None:
         dist.init_process_group("gloo")
         body(rank)
 
-    if device == "cuda":
+    if device == "cuda" and not launches:
+        run_threads(W, on_rank, torch.device(device, torch.cuda.current_device()), seconds)
+    elif device == "cuda":
         sim.run_on_gpu(W, on_rank, timeout=seconds)
     else:
         sim.run(W, on_rank, races=False, timeout=seconds)

@@ -260,11 +260,16 @@ def test_a_run_ends_where_the_device_is_lost_and_goes_on_behind(
     assert measured == [first, *others, first]
 
 
+def has_few_queues() -> None:
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+
+
 def test_compilers_outlive_what_fails_and_what_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     monkeypatch.setattr(compiling, "cores", lambda: 2)
     compilers = compiling.Compilers(CPU)
     units = [
-        ("fine", partial(time.sleep, 0)),
+        ("fine", has_few_queues),
         ("wrong", partial(int, "x")),
         ("dies", partial(os._exit, 1)),
         ("again", partial(time.sleep, 0)),
@@ -278,6 +283,25 @@ def test_compilers_outlive_what_fails_and_what_hangs(monkeypatch: pytest.MonkeyP
     hangs = [("hangs", partial(time.sleep, 600))]
     assert compilers.run(hangs, time.monotonic() + 1).left == ["hangs"]
     compilers.close()
+
+
+def lack_memory(folder: Path) -> None:
+    (folder / str(os.getpid())).touch()
+    raise torch.AcceleratorError("CUDA error: out of memory")
+
+
+def test_fewer_processes_go_on_where_memory_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "cores", lambda: 2)
+    compilers, said = compiling.Compilers(CPU), list[str]()
+    units = [("much", partial(lack_memory, tmp_path)), ("fine", partial(time.sleep, 0))]
+    done = compilers.run(units, time.monotonic() + 300, said.append)
+    compilers.close()
+    assert compilers.count == 1 and done.ended == 1 and not done.left
+    assert done.wrong == ["much: AcceleratorError: CUDA error: out of memory"]
+    assert f"{done.wrong[0]}: again, by fewer processes" in said
+    assert len(list(tmp_path.iterdir())) == 2  # the first, which holds memory, has ended
 
 
 def test_kernels_are_compiled_with_what_launches_them(monkeypatch: pytest.MonkeyPatch) -> None:
