@@ -113,10 +113,20 @@ def _threads(plan: StepPlan, report: GpuReport) -> None:
                     on_ranks(plan.device, W, body, limit_s - 2)
 
 
+def _apart() -> dict[str, str]:
+    """The environment of a program whose ranks are no threads: torch's kernels need not be there
+    before they are used, all of which takes seconds."""
+    return {name: value for name, value in os.environ.items() if name != "CUDA_MODULE_LOADING"}
+
+
 def _doctor() -> None:
     """What the machine has; a failure of its trial is one of this case."""
     done = subprocess.run(
-        [sys.executable, "-m", "weft", "doctor"], stdout=subprocess.PIPE, text=True, check=False
+        [sys.executable, "-m", "weft", "doctor"],
+        env=_apart(),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
     )
     print(done.stdout, flush=True)
     if done.returncode:
@@ -162,7 +172,7 @@ def _sanitized(plan: StepPlan, seconds: float) -> None:
     ]
     try:
         done = subprocess.run(
-            command, env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+            command, env=_apart() | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
             timeout=seconds,
         )  # fmt: skip
