@@ -61,10 +61,12 @@ def run(plan: StepPlan, report: GpuReport) -> None:
             found |= {"compiled": sum(end.ended for end in ends), "processes": whole.count}
             if name == "tune":  # a launch that a chip has too little for is out of the search
                 found["refused"] = wrong
-            elif wrong:
-                raise RuntimeError("\n".join(wrong))
-            if left:
-                raise CutError(f"no time for {len(left)}, first {left[0]}")
+                wrong = []
+            late = [f"no time for {len(left)}, first {left[0]}"] if left else []
+            if wrong:
+                raise RuntimeError("\n".join(wrong + late))
+            if late:
+                raise CutError(late[0])
     whole.close()
 
 
@@ -145,7 +147,7 @@ def of_call(call: str, W: int, kind: Literal["cuda", "cpu"], whole: bool) -> Non
 
     unshared = patch.object(chips, "_share", lambda chip, ranks, sms: chip)
     with unshared if whole else nullcontext():
-        on_ranks(kind, W, body, _CALL_S)
+        on_ranks(kind, W, body, _CALL_S, launches=False)
 
 
 def of_suite(name: str, device: str, quick: bool) -> None:

@@ -63,17 +63,27 @@ def _end_with_parent() -> None:
 # --- ranks as threads: proof, threads ----------------------------------------------------------
 
 
-def on_ranks(device: str, W: int, body: Callable[[int], None], seconds: float) -> None:
-    """`body(rank)` on virtual ranks, with a process group: compiled on a GPU, else interpreted."""
+def on_ranks(
+    device: str, W: int, body: Callable[[int], None], seconds: float, *, launches: bool = True
+) -> None:
+    """`body(rank)` on virtual ranks, with a process group: compiled on a GPU, else interpreted.
+
+    Args:
+        launches: whether kernels run: those of ranks that wait for each other need queues of their
+            own on a GPU.
+    """
     import torch.distributed as dist
 
     from weft import sim
+    from weft.sim.run.gpu import run_threads
 
     def on_rank(rank: int) -> None:
         dist.init_process_group("gloo")
         body(rank)
 
-    if device == "cuda":
+    if device == "cuda" and not launches:
+        run_threads(W, on_rank, torch.device(device, torch.cuda.current_device()), seconds)
+    elif device == "cuda":
         sim.run_on_gpu(W, on_rank, timeout=seconds)
     else:
         sim.run(W, on_rank, races=False, timeout=seconds)
@@ -103,10 +113,20 @@ def _threads(plan: StepPlan, report: GpuReport) -> None:
                     on_ranks(plan.device, W, body, limit_s - 2)
 
 
+def _apart() -> dict[str, str]:
+    """The environment of a program whose ranks are no threads: torch's kernels need not be there
+    before they are used, all of which takes seconds."""
+    return {name: value for name, value in os.environ.items() if name != "CUDA_MODULE_LOADING"}
+
+
 def _doctor() -> None:
     """What the machine has; a failure of its trial is one of this case."""
     done = subprocess.run(
-        [sys.executable, "-m", "weft", "doctor"], stdout=subprocess.PIPE, text=True, check=False
+        [sys.executable, "-m", "weft", "doctor"],
+        env=_apart(),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
     )
     print(done.stdout, flush=True)
     if done.returncode:
@@ -152,7 +172,7 @@ def _sanitized(plan: StepPlan, seconds: float) -> None:
     ]
     try:
         done = subprocess.run(
-            command, env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+            command, env=_apart() | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
             timeout=seconds,
         )  # fmt: skip

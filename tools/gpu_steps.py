@@ -1,7 +1,7 @@
 """The steps of `make gpu`, each a list of cases that a process of its own runs.
 
     compile     every kernel that the other steps launch, by all cores: nothing is launched
-    proof       `weft doctor`; 4 ranks as threads make every call of `tools.gpu_cases` once
+    proof       4 ranks as threads make every call of `tools.gpu_cases` once; `weft doctor`
     plain       matmul and attention of one rank beside cuBLAS and torch's attention
     solo        `weft bench solo`: kernels of one rank of W on the whole chip, some without waits
     threads     2, 4 and 8 ranks as threads: late ranks, graphs, streams, all calls mixed; small
@@ -103,7 +103,7 @@ def names(step: str, device: str, quick: bool, steps: Collection[str] = STEPS) -
     if step == "compile":
         return [case for case, of in COMPILED.items() if of in steps]
     if step == "proof":
-        return ["doctor", *gpu_cases.case_names([4], ["plain"])]
+        return [*gpu_cases.case_names([4], ["plain"]), "doctor"]
     if step == "solo":
         return [*solo_specs(quick), *solo_parts(quick)]
     if step == "tune":

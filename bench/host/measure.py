@@ -158,7 +158,6 @@ def prepared(params: dict[str, Any]) -> Iterator[Callable[[int], Any]]:
             stack.enter_context(weft.engine("triton"))
             problem = cases.build(Spec("", {**params, "ranks": WORLD_SIZE}), RANK, device)
             problem.prepare(world)
-            world.team.learning = True
             stack.enter_context(world.at(RANK))
             for _ in range(3):
                 problem.run(RANK)

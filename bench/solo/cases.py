@@ -61,16 +61,16 @@ class Workload:
 
 
 class _Randoms:
-    """Random tensors by name and rank: the same whenever they are asked for."""
+    """Random tensors by name, rank and shape: the same whenever they are asked for."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._made: dict[tuple[str, int], torch.Tensor] = {}
+        self._made: dict[tuple[str, int, tuple[int, ...]], torch.Tensor] = {}
 
     def __call__(
         self, name: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        key = name, rank
+        key = name, rank, shape
         if key not in self._made:
             seed = zlib.crc32(f"{name} {rank}".encode())
             generator = torch.Generator(self.device).manual_seed(seed)

@@ -35,6 +35,13 @@ from weft.sim.run import solo
 from weft.sim.unwaited import PARTS
 
 _WORKER_BYTES = 5 << 30  # of the GPU's memory, for a process that compiles
+# What its context is to hold: no more queues than one, as a GPU has too few for many processes of
+# 32 each, which is then called a lack of memory, and of torch's kernels those that it uses.
+_FRUGAL = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "GPU_MAX_HW_QUEUES": "1",
+    "CUDA_MODULE_LOADING": "LAZY",
+}
 _STUCK_S = 120.0  # in which one unit at least must have ended
 
 Unit = tuple[str, Callable[[], None]]  # a name, and what can be pickled
@@ -71,12 +78,10 @@ def compiled(spec: Spec, device: torch.device, *, alone: bool = True) -> None:
     """Make the launches of a case once, inside `compiling()`; `alone`: for a group of one, too."""
     rank = 1 % spec.params["ranks"]
     world = solo.SoloWorld(spec.params["ranks"], device, hollow=True)
-    world.team.learning = True
     try:
         with weft.engine("triton"):
             problem = cases.build(spec, rank, device)
             problem.prepare(world)
-            world.team.learning = True
             with world.at(rank):
                 problem.run(rank)
             if alone and problem.alone is not None:
@@ -84,17 +89,34 @@ def compiled(spec: Spec, device: torch.device, *, alone: bool = True) -> None:
     finally:
         world.close()
         problem = None  # type: ignore[assignment] # its tensors go before the next case's come
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 def _unit(run: Callable[[], None]) -> float:
     """In a process of the pool: the seconds that it took."""
     start = time.monotonic()
-    with compiling():
-        run()
+    try:
+        with compiling():
+            run()
+    finally:
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # for the other processes
     return time.monotonic() - start
+
+
+@contextmanager
+def _frugal() -> Iterator[None]:
+    """Processes that are started in the block have `_FRUGAL` in their environment."""
+    before = {name: os.environ.get(name) for name in _FRUGAL}
+    os.environ.update(_FRUGAL)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _begin_worker(part: str) -> None:
@@ -117,6 +139,9 @@ class Compilers:
 
     Args:
         part: of `PARTS`: their kernels lack it.
+
+    Attributes:
+        count: how many; fewer once memory was short.
     """
 
     def __init__(self, device: torch.device, part: str = "") -> None:
@@ -131,22 +156,28 @@ class Compilers:
     ) -> Done:
         """Run all units, or what there is time for until `until` of time.monotonic().
 
-        A unit for which memory is short runs again when others have ended. A process that dies
-        fails the units that were under way, as it is not known whose fault it was.
+        Where memory is short for a unit, the others under way end first. Then half as many
+        processes go on, which begin with that unit: the old ones hold memory even when they are
+        idle. A process that dies fails the units that were under way, as it is not known whose
+        fault it was.
         """
         done, todo, again = Done(), list(units), list[Unit]()
         retried: set[str] = set()
         running: dict[Future[float], Unit] = {}
         ended_at = time.monotonic()
         while todo or running or again:
-            while (todo or (again and not running)) and len(running) < self.count:
-                unit = (todo or again).pop(0)
+            if again and not running:
+                self.close()
+                self.count = max(1, self.count // 2)
+                todo, again = again + todo, []
+            while todo and not again and len(running) < self.count:
+                unit = todo.pop(0)
                 running[self._submit(unit[1])] = unit
             now = time.monotonic()
             patience = min(until, ended_at + _STUCK_S) - now
             ended, _ = wait(running, timeout=max(0.0, patience), return_when=FIRST_COMPLETED)
             if not ended:
-                done.left += [name for name, _ in (*running.values(), *todo, *again)]
+                done.left += [name for name, _ in (*running.values(), *again, *todo)]
                 self._kill()
                 return done
             ended_at = time.monotonic()
@@ -159,12 +190,14 @@ class Compilers:
                     done.wrong.append(f"{unit[0]}: its process, or one beside it, died")
                     self._pool = None
                 except Exception as error:  # whatever it is fails where it is launched as well
-                    if isinstance(error, torch.OutOfMemoryError) and unit[0] not in retried:
+                    why = f"{unit[0]}: {type(error).__name__}: {short(str(error))}"
+                    if "out of memory" in str(error) and unit[0] not in retried:
                         retried.add(unit[0])
                         again.append(unit)
+                        say(f"{why}: again, by fewer processes")
                         continue
-                    done.wrong.append(f"{unit[0]}: {type(error).__name__}: {short(str(error))}")
-                    say(done.wrong[-1])
+                    done.wrong.append(why)
+                    say(why)
         return done
 
     def _submit(self, run: Callable[[], None]) -> Future[float]:
@@ -173,7 +206,8 @@ class Compilers:
                 self.count, get_context("spawn"), _begin_worker, (self._part,)
             )
         try:
-            return self._pool.submit(_unit, run)
+            with _frugal():  # as it may start a process, whose imports initialise the driver
+                return self._pool.submit(_unit, run)
         except BrokenProcessPool:  # since the last look
             self._pool = None
             return self._submit(run)

@@ -64,7 +64,8 @@ class _Buffer:
         self, world_size: int, pad_bytes: int, data_bytes: int, device: torch.device, hollow: bool
     ) -> None:
         # One allocation, for pads that can be read and written together. The data hold NaN. The
-        # segments of a hollow one have pads behind each other, and their data lie over each other.
+        # segments of a hollow one begin a pad apart: the data of each lie over those of the others,
+        # and over their pads, which nobody reads.
         nbytes = pad_bytes + data_bytes
         pitch = -(-(pad_bytes if hollow else nbytes) // _ALIGN) * _ALIGN
         whole = (world_size - 1) * pitch + max(pitch, nbytes)
@@ -114,7 +115,7 @@ class SoloTeam(OneMemory):
     def __init__(self, world_size: int, device: torch.device, hollow: bool) -> None:
         self.world_size, self.device, self._hollow = world_size, device, hollow
         self.buffers: list[_Buffer] = []
-        self.learning = False
+        self.learning = hollow
         self._asked = [0] * world_size  # for how many buffers
         self._told: dict[Any, Any] = {}
 
@@ -184,8 +185,8 @@ class SoloWorld:
     """W ranks that one thread plays on one device.
 
     Args:
-        hollow: nothing will be launched, kernels are compiled only: the ranks' data need not be in
-            memory of their own.
+        hollow: nothing will be launched, kernels are compiled only: the ranks' data lie over each
+            other, signals are neither learned nor looked at, and memory may be asked for any time.
 
     Attributes:
         groups: by rank: what `group=None` means on it.
@@ -199,7 +200,7 @@ class SoloWorld:
         device = torch.device(device)
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
-        self.world_size, self.device = world_size, device
+        self.world_size, self.device, self._hollow = world_size, device, hollow
         self.team = SoloTeam(world_size, device, hollow)
         everybody = tuple(range(world_size))
         self.groups = [Group(None, r, world_size, everybody, (), "", self.team) for r in everybody]
@@ -222,11 +223,17 @@ class SoloWorld:
             depth: how many exchanges of a call follow one from another, such as 2 for a
                 reduce-scatter whose results are gathered.
 
+        In a hollow world every rank runs `fn` once, and that is all.
+
         Raises:
             RuntimeError: signals do not follow the generation, or differ from call to call.
         """
         team = self.team
         team.begin()
+        if self._hollow:
+            for rank in range(self.world_size):
+                self._run(fn, rank)
+            return
         for rank in range(self.world_size):
             before = {buffer: int(buffer.generations[rank]) for buffer in team.buffers}
             self._run(fn, rank)
@@ -276,6 +283,8 @@ class SoloWorld:
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        if self._hollow:
+            return
         group = here.world
         for buffer in open_buffers():
             if buffer.group is group and (status := int(buffer.status_of(buffer.rank))):

@@ -260,11 +260,16 @@ def test_a_run_ends_where_the_device_is_lost_and_goes_on_behind(
     assert measured == [first, *others, first]
 
 
+def has_few_queues() -> None:
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+
+
 def test_compilers_outlive_what_fails_and_what_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     monkeypatch.setattr(compiling, "cores", lambda: 2)
     compilers = compiling.Compilers(CPU)
     units = [
-        ("fine", partial(time.sleep, 0)),
+        ("fine", has_few_queues),
         ("wrong", partial(int, "x")),
         ("dies", partial(os._exit, 1)),
         ("again", partial(time.sleep, 0)),
@@ -278,6 +283,25 @@ def test_compilers_outlive_what_fails_and_what_hangs(monkeypatch: pytest.MonkeyP
     hangs = [("hangs", partial(time.sleep, 600))]
     assert compilers.run(hangs, time.monotonic() + 1).left == ["hangs"]
     compilers.close()
+
+
+def lack_memory(folder: Path) -> None:
+    (folder / str(os.getpid())).touch()
+    raise torch.AcceleratorError("CUDA error: out of memory")
+
+
+def test_fewer_processes_go_on_where_memory_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "cores", lambda: 2)
+    compilers, said = compiling.Compilers(CPU), list[str]()
+    units = [("much", partial(lack_memory, tmp_path)), ("fine", partial(time.sleep, 0))]
+    done = compilers.run(units, time.monotonic() + 300, said.append)
+    compilers.close()
+    assert compilers.count == 1 and done.ended == 1 and not done.left
+    assert done.wrong == ["much: AcceleratorError: CUDA error: out of memory"]
+    assert f"{done.wrong[0]}: again, by fewer processes" in said
+    assert len(list(tmp_path.iterdir())) == 2  # the first, which holds memory, has ended
 
 
 def test_kernels_are_compiled_with_what_launches_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,12 +319,42 @@ def test_kernels_are_compiled_with_what_launches_them(monkeypatch: pytest.Monkey
 
 def test_segments_of_what_is_compiled_only_share_memory() -> None:
     with SoloWorld(8, hollow=True) as world:
-        world.team.learning = True
         memory = world.team.memory(0, 4096, 10 << 20, CPU)
         starts = [segment.data_ptr() for segment in world.team.buffers[0].segments]
         assert {b - a for a, b in pairwise(starts)} == {4096}
         whole = world.team.buffers[0].segments[0].untyped_storage().nbytes()
         assert memory is not None and whole < 11 << 20
+
+
+def test_what_is_compiled_only_looks_at_no_status() -> None:
+    """Data of a rank lie over the pads of others, as those of a group's gather did."""
+    ran: list[int] = []
+
+    def fn(rank: int) -> None:
+        buffer = weft.collectives.empty((1 << 20,), torch.uint8)
+        buffer.get_buffer(rank, (1 << 20,), torch.uint8).fill_(205)
+        kept.append(buffer)
+        ran.append(rank)
+
+    kept: list[Any] = []
+    with SoloWorld(4, hollow=True) as world:
+        world.learn(fn, depth=2)
+        assert ran == [0, 1, 2, 3]
+        assert any(int(buffer.status_of(rank)) for rank, buffer in enumerate(kept))
+        with world.at(2):
+            fn(2)  # asks for more memory
+            world.check()
+
+
+def test_an_epilogue_of_a_group_of_one_is_given_whole_rows() -> None:
+    op, dtype = "matmul_reduce_scatter", "bfloat16"
+    params = {"op": op, "M": 32, "N": 32, "K": 64, "dtype": dtype, "epilogue": "bias + residual"}
+    spec = Spec(op, {**params, "ranks": 2})
+    with compiling.compiling():
+        compiling.compiled(spec, CPU)
+    case = measure.measured(spec, CPU, quick=True)
+    assert case.failure == "" and case.variants["alone"].failure == ""
+    assert max(errors(spec, 1)) <= 1
 
 
 def test_what_an_epilogue_adds() -> None:

@@ -46,9 +46,10 @@ def test_steps_come_in_their_order_with_minutes_of_their_own(capsys) -> None:
     said = capsys.readouterr().out
     found = [line.partition(":")[0] for line in said.splitlines() if not line.startswith(" ")]
     assert [each for each in found if each] == [
-        "compile", "proof", "solo", "plain", "threads", "processes", "tune", "ranks",
+        "compile", "proof", "plain", "solo", "threads", "processes", "tune", "ranks",
     ]  # fmt: skip
     assert sum(step.minutes for step in STEPS.values() if step.name != "ranks") <= 28
+    assert gpu_steps.names("proof", "cuda", quick=False)[-1] == "doctor"
     assert gpu_steps.case_s("threads", "sanitizer", "cuda") == 150
     assert gpu_steps.case_s("proof", "doctor", "cuda") == 100
     assert [gpu_steps.rank_counts(n) for n in (0, 1, 2, 6, 8)] == [
@@ -439,7 +440,8 @@ def test_a_rehearsal_of_each_step_and_what_is_published(tmp_path: Path) -> None:
     """All steps in one run; of solo figures and of searches the first ones only."""
     out = tmp_path / "out"
     some = [
-        "proof", "plain", "solo", "threads", "doctor", "W4/plain/all_reduce", "W2/late/norm", "sanitizer",
+        "proof", "plain", "solo", "threads", "doctor", "W4/plain/all_reduce", "W2/late/norm",
+        "sanitizer",
         "all_gather_matmul 32x64x64 bfloat16 2 ranks", "W2/plain/norm",
         "all_gather_matmul 32x64x64 bfloat16 2 ranks, without waits",
         *gpu_steps.names("plain", "cpu", True),
