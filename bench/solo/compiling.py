@@ -35,8 +35,9 @@ from weft.sim.run import solo
 from weft.sim.unwaited import PARTS
 
 _WORKER_BYTES = 5 << 30  # of the GPU's memory, for a process that compiles
-# What its context is to hold: no more queues than one, as a GPU has too few for many processes of
-# 32 each, which is then called a lack of memory, and of torch's kernels those that it uses.
+# What its context is to hold: one queue, as nothing waits there (ranks that
+# are threads have 32), and of torch's kernels those that it uses. Contexts of many processes
+# can be more than a GPU has, however little their tensors take.
 _FRUGAL = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "GPU_MAX_HW_QUEUES": "1",
