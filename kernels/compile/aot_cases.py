@@ -497,27 +497,60 @@ def _expert_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, Laun
         ids = empty(tokens, _TOP_K, dtype=torch.int32)
         h, down = empty(R, N), empty(_EXPERTS, K, N).transpose(1, 2)
         pushes = [(case, [h], [down])]
-        if case == "experts":  # the gradients of weights, of x, and of the router's weights
+        if case == "experts":  # what a step of training launches besides
+            yield from _expert_gather_launches(empty, tokens, w, down, table)
+            # The gradients of weights, of x, and of the router's weights.
             with catching(contract_grouped_kernel) as caught:
                 contract_grouped_kernel.launch_contract_grouped(empty(R, K), h, ends, out=w)
             yield "experts' weight gradient", caught[0]
             pushes += [
                 ("d(gate and up of experts)", [h, h], [w.transpose(1, 2)] * 2),
-                ("experts, rows alone", [empty(R, 1)], []),
+                ("experts, rows alone", [empty(R, 1, dtype=torch.float32)], []),
             ]
         for name, hs, weights in pushes:
+            by_slot = not weights
             with catching(expert_launch) as caught:
                 expert_launch.launch_combine(
                     hs,
                     weights,
                     _workspace(),
                     table,
-                    [tokens] * _W,
-                    ids,
+                    [tokens * _TOP_K if by_slot else tokens] * _W,
+                    ids.view(-1, 1) if by_slot else ids,
                     _W * _EXPERTS,
-                    topk_weights=empty(tokens, _TOP_K, dtype=torch.float32),
+                    topk_weights=None if by_slot else empty(tokens, _TOP_K, dtype=torch.float32),
                 )
             yield from ((name, launch) for launch in caught)
+
+
+def _expert_gather_launches(
+    empty: Callable[..., torch.Tensor],
+    tokens: int,
+    w: torch.Tensor,
+    down: torch.Tensor,
+    table: RowTable,
+) -> Iterator[tuple[str, Launch]]:
+    """Sums kept for the backward, the gradient of combine's h, and rows alone."""
+    gates = empty(tokens, _TOP_K, dtype=torch.float32)
+    gathers_of: list[tuple[str, list[torch.Tensor], Activation | None, torch.Tensor | None]] = [
+        ("experts, kept", [w, w], "swiglu", None),
+        ("d(down of experts)", [down.transpose(1, 2)], None, gates),
+        ("experts, rows fetched", [], None, None),
+        ("experts, rows fetched", [], None, gates),
+    ]
+    for case, weights, activation, numbers in gathers_of:
+        with catching(expert_launch, gathers) as caught:
+            expert_launch.launch_dispatch(
+                empty(tokens, w.shape[1]),
+                weights,
+                _workspace(),
+                table,
+                [tokens] * _W,
+                activation=activation,
+                keep_sums=activation is not None,
+                numbers=numbers,
+            )
+        yield case, caught[-1]
 
 
 def _scaling(dtype: torch.dtype, rows: int, widths: Sequence[int]) -> Scaling | None:

@@ -32,6 +32,7 @@ NO_MATMUL = {
     "_publish_kernel", "exchange_kernel", "reduce_kernel", "_pull_kernel", "_multimem_kernel",
     "_begin_kernel", "_post_kernel", "_wait_kernel", "_announce_kernel", "_append_kernel",
     "_end_kernel", "_merge_kernel", "weigh_kernel", "experts, rows alone",
+    "experts, rows fetched",
 }  # fmt: skip
 
 # Of each chip the cases that are nearest to spilling; with ATTENTION they have every kernel that
@@ -50,6 +51,12 @@ SAMPLE = {
 
 
 ATTENTION = ("attention", "attention, packed", "attention by heads", "attention by heads, packed")
+
+# What dispatch, combine and their gradients launch, but for what SAMPLE has.
+EXPERTS = (
+    "experts, kept", "experts, rows fetched", "experts, rows alone", "d(down of experts)",
+    "d(gate and up of experts)", "experts, decode", "experts, gelu", "experts' weight gradient",
+)  # fmt: skip
 
 # Those whose tiles are wide enough for the newest matrix units.
 WIDE = ("up", "gate and up", "weight gradient", "down", "two shots")
@@ -119,6 +126,11 @@ def test_attention_compiles_by_every_triton():
     """What it spills may differ between them, which `test_attention` holds for one."""
     reports = compiled("sm_90", "bfloat16", "attention")
     assert [report["matrix_instruction"] for report in reports] == ["HGMMA"] * 2
+
+
+def test_every_launch_of_experts_compiles():
+    """Those of a step of training, forward and backward: by every Triton that this runs by."""
+    checked("sm_90", "bfloat16", *EXPERTS)
 
 
 def test_occupancy_is_the_scarcest_resource():
