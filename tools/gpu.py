@@ -30,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -187,7 +187,7 @@ class Slice:
     quick: bool
     until: float
     log: Log
-    wanted: Callable[[str, str], bool]
+    wanted: dict[str, list[str]]  # the cases of each step
     again: bool
 
     def __post_init__(self) -> None:
@@ -207,9 +207,8 @@ class Slice:
         """The cases of a step that are to be run."""
         found = [
             case
-            for case in gpu_steps.names(step, self.device, self.quick)
-            if self.wanted(step, case)
-            and (step, case) not in self._now
+            for case in self.wanted[step]
+            if (step, case) not in self._now
             and (self.again or not self.outcomes.settled(step, case, self.run))
         ]
         # Last, what may hang: it was under way when a run was ended.
@@ -239,6 +238,10 @@ class Slice:
                 break
         self.log(f"== {step}: {time.monotonic() - started:.0f} s" + self._tally(step, left))
 
+    def _chosen(self) -> tuple[str, ...]:
+        """The cases of all steps, if the run has only some."""
+        return tuple(case for cases in self.wanted.values() for case in cases) * self.again
+
     def _tally(self, step: str, left: list[str]) -> str:
         ends = [entry["outcome"] for (of, _), entry in self.outcomes.found.items() if of == step]
         parts = [f"{ends.count(kind)} {kind}" for kind in ("passed", "failed", "skipped", "cut")]
@@ -250,6 +253,7 @@ class Slice:
         plan = StepPlan(
             step, tuple(cases), str(self.folder), self._scratch, self.device, self.quick,
             until - time.monotonic() + time.time() - 1,
+            self._chosen() if step == "compile" else (),
         )  # fmt: skip
         variables = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
         variables["WEFT_TIMEOUT_S"] = str(STEPS[step].timeout_s)
@@ -429,8 +433,7 @@ def main(argv: Sequence[str] | None = None, begun: float | None = None) -> int:
     log = Log(folder / "log.txt", begun)
     until = begun + 60 * args.minutes - _MARGIN_S
     this = Slice(
-        folder, args.device, args.quick, until, log,
-        lambda step, case: case in wanted[step], bool(args.case),
+        folder, args.device, args.quick, until, log, wanted, bool(args.case),
     )  # fmt: skip
     log(f"make gpu: {shlex.join(sys.argv[1:] if argv is None else argv)}: results in {folder}")
     if missing := [name for name in ("pytest_benchmark", "rich") if not _is_there(name)]:

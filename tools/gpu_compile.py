@@ -76,16 +76,22 @@ def units(name: str, plan: StepPlan) -> list[Unit]:
 
     device = torch.device(plan.device)
     if name == "solo":
-        return [(each, _of_solo(spec, device)) for each, spec in solo_specs(plan.quick).items()]
+        return [
+            (each, _of_solo(spec, device))
+            for each, spec in solo_specs(plan.quick).items()
+            if plan.has(each)
+        ]
     if name == "plain":
         return [
             (each, partial(of_suite, each, plan.device, plan.quick))
             for _, each in suite_cases("plain", plan.device, plan.quick)
+            if plan.has(each)
         ]
     if name == "tune":
         return [
             (f"{each}, {number}", partial(sweep.compile_choice, spec, choice, device))
             for each, spec in [*tune_specs(plan.quick).items()][:_SEARCHES]
+            if plan.has(each)
             for number, choice in enumerate(sweep.choices_of(spec, device)[1])
         ]
     small = _small() if name == "threads" else []  # of its case with the sanitizer
@@ -101,7 +107,7 @@ def _parts(part: str, plan: StepPlan) -> list[Unit]:
     return [
         (each, _of_solo(spec, device, alone=False))
         for each, (spec, of) in solo_parts(plan.quick).items()
-        if of == part
+        if of == part and plan.has(each)
     ]
 
 
@@ -125,8 +131,9 @@ def _calls(step: str, plan: StepPlan) -> list[Unit]:
     work = dict.fromkeys(
         (parsed(name)[0], call)
         for name in names(step, plan.device, plan.quick)
-        if name.startswith("W")
+        if name.startswith("W") and plan.has(name)
         for call in calls_of(name)
+        if not call.endswith("-host")  # torch's kernels, whose ranks wait for one another
     )
     return [
         (f"{call}, {W} {'processes' if whole else 'threads'}",

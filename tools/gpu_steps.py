@@ -80,6 +80,7 @@ class StepPlan:
         folder: where results are kept.
         scratch: a folder that goes with the run.
         until: when it must have ended, of time.time().
+        wanted: cases of all steps that the run has, which compile is told: empty, all.
     """
 
     step: str
@@ -89,6 +90,11 @@ class StepPlan:
     device: Literal["cuda", "cpu"]
     quick: bool
     until: float
+    wanted: tuple[str, ...] = ()
+
+    def has(self, case: str) -> bool:
+        """Whether the run has a case."""
+        return not self.wanted or case in self.wanted
 
     @property
     def record(self) -> Path:

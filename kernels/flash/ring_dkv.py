@@ -11,10 +11,10 @@ keys that live here:
            then  d(keys of 1) --> rank 1, slot 0              then  d(keys of 2) --> rank 2, slot 1
     rank 0: dk, dv = slot 0 + slot 1 + slot 2, in that order: bitwise the same in every run
 
-Tiles of dkv_n keys of one head have the same numbers on all ranks: tile u of owner d is made by
-number (u + d * tiles a shard) % P of the P programs that compute. So program p adds up on the
-owner what program p has made on each peer. Tiles that no query of a rank sees are left out, by that
-rank and by the sum.
+Tiles of dkv_n keys of one head have the same numbers on all ranks: tile u of owner d is item
+u + d * tiles a shard of those that are dealt to the programs that compute (`tiles.dealt`). So
+program p adds up on the owner what program p has made on each peer. Tiles that no query of a rank
+sees are left out, by that rank and by the sum.
 
 Protocol, steps 2 and 4 of `ring_grad_kernel`
   `make_dkv`: for the owners rank, rank+1, ...: wait for the owner's keys, make the tiles, store
@@ -126,6 +126,28 @@ def _slot_size(slots, ring, SHAPE: tl.constexpr):
 
 
 @triton.jit
+def _part_of_tile(queries, ring, owner, head, tile, sharing, SHAPE: tl.constexpr):
+    """What the own queries contribute to dk and dv of a tile of `owner`."""
+    BLOCK_D: tl.constexpr = SHAPE.block_d
+    SPANS: tl.constexpr = SHAPE.spans
+    BLOCK_N: tl.constexpr = SHAPE.config.dkv_n
+    batch = tl.cast(head // ring.keys.H_KV, tl.int64)
+    kv_head = tl.cast(head % ring.keys.H_KV, tl.int64)
+    held = load_keys(ring, owner, batch, kv_head, tile, SHAPE)
+    ends = bounds(tile, ring.seen_by)
+    dk, dv = tiles.zeros(BLOCK_N, BLOCK_D), tiles.zeros(BLOCK_N, BLOCK_D)
+    shared = 0
+    while shared < SPANS * sharing:
+        start, q_row, q_length = span_of(ring.table, ring.rank, shared % SPANS, SPANS)
+        within = interval(ends, start, start + q_length, SHAPE.config.dkv_m)
+        q_head = kv_head * sharing + shared // SPANS
+        head_q = head_queries(queries, batch, q_head, q_row - start)
+        dk, dv = add_to_dkv(dk, dv, held, head_q, within, ring, SHAPE)
+        shared += 1
+    return dk, dv
+
+
+@triton.jit
 def make_dkv(
     arrivals,
     slots,
@@ -134,7 +156,6 @@ def make_dkv(
     SHAPE: tl.constexpr,
 ):
     """The parts that the own queries contribute, sent to all owners. Returns the new `arrivals`."""
-    BLOCK_D: tl.constexpr = SHAPE.block_d
     SPANS: tl.constexpr = SHAPE.spans
     BLOCK_N: tl.constexpr = SHAPE.config.dkv_n
     program, programs = compute_program(SHAPE)
@@ -148,28 +169,18 @@ def make_dkv(
             arrivals = wait_for_source(arrivals, step, ring, SHAPE)
         if (arrivals >> step & 1) == 0:
             count = 0  # its keys are not seen, or did not arrive in time
-        first = tiles.first_of(owner * slots.stagger, program, programs)
-        for number in range(first, count, programs):
-            head = number % keys.heads
-            tile = shard_tile(spans_ptr, owner, number // keys.heads, SPANS, BLOCK_N)
-            if is_needed(table, rank, owner, tile.row, tile.row + tile.length, SHAPE):
-                batch = tl.cast(head // keys.H_KV, tl.int64)
-                kv_head = tl.cast(head % keys.H_KV, tl.int64)
-                held = load_keys(ring, owner, batch, kv_head, tile, SHAPE)
-                ends = bounds(tile, ring.seen_by)
-                dk, dv = tiles.zeros(BLOCK_N, BLOCK_D), tiles.zeros(BLOCK_N, BLOCK_D)
-                shared = 0
-                while shared < SPANS * sharing:
-                    start, q_row, q_length = span_of(table, rank, shared % SPANS, SPANS)
-                    within = interval(ends, start, start + q_length, SHAPE.config.dkv_m)
-                    q_head = kv_head * sharing + shared // SPANS
-                    head_q = head_queries(queries, batch, q_head, q_row - start)
-                    dk, dv = add_to_dkv(dk, dv, held, head_q, within, ring, SHAPE)
-                    shared += 1
-                part_ptr = _slot_ptr(slots, ring, owner, rank, SHAPE)
-                part_ptr += tl.cast(head, tl.int64) * slots.rows * SHAPE.fp32_pitch
-                size = _slot_size(slots, ring, SHAPE)
-                store_part(part_ptr, size, dk, dv, tile, ring, SHAPE)
+        before = owner * slots.stagger
+        for turn in range(before // programs, tiles.cdiv(before + count, programs)):
+            number = tiles.dealt(turn, program, programs) - before
+            if (number >= 0) & (number < count):
+                head = number % keys.heads
+                tile = shard_tile(spans_ptr, owner, number // keys.heads, SPANS, BLOCK_N)
+                if is_needed(table, rank, owner, tile.row, tile.row + tile.length, SHAPE):
+                    dk, dv = _part_of_tile(queries, ring, owner, head, tile, sharing, SHAPE)
+                    part_ptr = _slot_ptr(slots, ring, owner, rank, SHAPE)
+                    part_ptr += tl.cast(head, tl.int64) * slots.rows * SHAPE.fp32_pitch
+                    size = _slot_size(slots, ring, SHAPE)
+                    store_part(part_ptr, size, dk, dv, tile, ring, SHAPE)
         if step > 0:
             announce_results(arrivals, ring, owner, SHAPE)
     return arrivals
@@ -194,9 +205,13 @@ def reduce_dkv(
         size = _slot_size(slots, ring, SHAPE)
         first_slot = _slot_ptr(slots, ring, rank, 0, SHAPE)
         count = count_tiles(spans_ptr, rank, SPANS, BLOCK_N) * heads
-        first = tiles.first_of(rank * slots.stagger, program, programs)
-        for number in range(first, count, programs):
-            head = tl.cast(number % heads, tl.int64)
-            tile = shard_tile(spans_ptr, rank, number // heads, SPANS, BLOCK_N)
-            parts_ptr = first_slot + head * slots.rows * SHAPE.fp32_pitch
-            add_parts(dk_ptr, dv_ptr, parts_ptr, size, SHAPE.world_size, head, tile, ring, SHAPE)
+        before = rank * slots.stagger
+        for turn in range(before // programs, tiles.cdiv(before + count, programs)):
+            number = tiles.dealt(turn, program, programs) - before
+            if (number >= 0) & (number < count):
+                head = tl.cast(number % heads, tl.int64)
+                tile = shard_tile(spans_ptr, rank, number // heads, SPANS, BLOCK_N)
+                parts_ptr = first_slot + head * slots.rows * SHAPE.fp32_pitch
+                add_parts(
+                    dk_ptr, dv_ptr, parts_ptr, size, SHAPE.world_size, head, tile, ring, SHAPE
+                )

@@ -118,12 +118,14 @@ def _make_dq(
     program, programs = ring_call.compute_program(SHAPE)
     H = queries.H
     count = count_tiles(ring.table, ring.rank, SHAPE.spans, BLOCK_M)
-    for number in range(program, count * B * H, programs):
-        place, tile, head = own_tile(number, count, B, H, ring, SHAPE, BLOCK_M)
-        head_q = head_queries(queries, head.batch, head.q, 0)
-        arrivals, dq = sum_dq(arrivals, head_q, tile, head, ring, SHAPE)
-        dq_head = dq_ptr + tl.cast(place, tl.int64) * queries.n * D
-        tiles.store(dq_head, dq, tile.row, 0, tile.row + tile.length, D, D, 1)
+    for turn in range(tiles.cdiv(count * B * H, programs)):
+        number = tiles.dealt(turn, program, programs)
+        if number < count * B * H:
+            place, tile, head = own_tile(number, count, B, H, ring, SHAPE, BLOCK_M)
+            head_q = head_queries(queries, head.batch, head.q, 0)
+            arrivals, dq = sum_dq(arrivals, head_q, tile, head, ring, SHAPE)
+            dq_head = dq_ptr + tl.cast(place, tl.int64) * queries.n * D
+            tiles.store(dq_head, dq, tile.row, 0, tile.row + tile.length, D, D, 1)
 
 
 @triton.jit(do_not_specialize=["rank"])

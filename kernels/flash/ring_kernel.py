@@ -256,14 +256,16 @@ def _ring_attention_kernel(
         arrivals = ring_keys.no_arrivals(SHAPE) | 1  # the rank's own keys are here
         count = count_tiles(ring.table, rank, SHAPE.spans, BLOCK_M)
         program, programs = ring_call.compute_program(SHAPE)
-        for number in range(program, count * B * H, programs):
-            place, tile, head = own_tile(number, count, B, H, ring, SHAPE, BLOCK_M)
-            q_ptr = head_ptr(q, head.batch, head.q)
-            arrivals, out, lse = attend(arrivals, q_ptr, q.stride_m, tile, head, ring, SHAPE)
-            # Addressed from row 0 of the head: offsets that all tiles share would stay in registers
-            # throughout.
-            at = tl.cast(place, tl.int64) * n
-            store_attention(out_ptr + at * D, D, lse_ptr + at, out, lse, tile, SHAPE)
+        for turn in range(tiles.cdiv(count * B * H, programs)):
+            number = tiles.dealt(turn, program, programs)
+            if number < count * B * H:
+                place, tile, head = own_tile(number, count, B, H, ring, SHAPE, BLOCK_M)
+                q_ptr = head_ptr(q, head.batch, head.q)
+                arrivals, out, lse = attend(arrivals, q_ptr, q.stride_m, tile, head, ring, SHAPE)
+                # Addressed from row 0 of the head: offsets that all tiles share would stay in
+                # registers throughout.
+                at = tl.cast(place, tl.int64) * n
+                store_attention(out_ptr + at * D, D, lse_ptr + at, out, lse, tile, SHAPE)
     if signals.end_call(link.signal_ptrs, rank, ring.generation):
         signals.spoil(out_ptr, tl.cast(B, tl.int64) * H * n * D)
         signals.spoil(lse_ptr, tl.cast(B, tl.int64) * H * n)
