@@ -44,8 +44,9 @@ class Builder:
         """Of all dims."""
         return [self.size(node, dim) for dim in range(len(shape(node)))]
 
-    def matrix(self, node: Node) -> Node:
+    def matrix(self, node: Any) -> Node:
         """(M, K), of what may be a batch of one matrix."""
+        assert isinstance(node, Node)
         return self.call(aten.squeeze.dim, node, 0) if len(shape(node)) == 3 else node
 
     def as_batch(self, matrix: Node, whole: Node) -> Node:
@@ -94,7 +95,7 @@ class Builder:
         dtype = old.meta["val"].dtype
         if new.meta["val"].dtype != dtype:
             new = self.call(torch.ops.prims.convert_element_type.default, new, dtype)
-        if old.meta["val"].stride() != new.meta["val"].stride():
+        if _strides(old) != _strides(new):
             new = self.call(aten.clone.default, new, memory_format=torch.contiguous_format)
         old.replace_all_uses_with(new)
 
@@ -119,6 +120,12 @@ def erase(graph: Graph, node: Node) -> None:
     graph.erase_node(node)
     for each in before:
         erase(graph, each)
+
+
+def _strides(node: Node) -> list[Any]:
+    """Those that matter."""
+    value = node.meta["val"]
+    return [step for step, size in zip(value.stride(), value.shape, strict=True) if size != 1]
 
 
 def _mode_of(graph: Graph) -> Any:

@@ -94,10 +94,11 @@ def _gather(graph: Graph, node: Node) -> Outcome:
     whole, dim = gathered_along(arrived, parts)
     rows = [whole]
     for each in rows:  # it grows
-        rows += [user for user in each.users if is_reshape(user) and keeps_columns(user, whole)]
-    products = [user for each in rows for user in each.users if _takes(user, each)]
+        rows += [user for user in each.users if is_reshape(user)]
+    matrices = [each for each in rows if keeps_columns(each, whole)]
+    products = [user for each in matrices for user in each.users if _takes(user, each)]
     if not products:
-        beside = any(is_call(user, *PRODUCTS) for each in rows for user in each.users)
+        beside = any(is_call(user, *PRODUCTS) for each in matrices for user in each.users)
         return "", "no matmul takes it as its rows", beside
     if dim == len(shape(whole)) - 1:
         return "", "it is gathered along the contraction", True

@@ -122,24 +122,23 @@ def _terms(collective: Node, whole: Node, op: str) -> tuple[list[Node], str]:
     terms: list[Node] = []
     refusals: list[str] = []
 
-    def walk(node: Any, user: Node | None) -> None:
-        if user is not None and len(node.users) > 1:
-            refusals.append("this rank's partial result has other uses")
-        if is_reshape(node) or is_cast(node):
-            below = node.all_input_nodes[0]
-            if not keeps_columns(below, node):
-                refusals.append("features and tokens are mixed in between")
-            walk(below, node)
-        elif _is_sum(node):
-            for each in node.args[:2]:
-                walk(each, node)
+    def walk(node: Node) -> None:
+        below: Any = node.all_input_nodes[:1]  # sizes come behind
+        if _is_sum(node):
+            below = node.args[:2]
         elif is_call(node, *PRODUCTS) and (len(shape(node)) == 2 or shape(node)[0] == 1):
             terms.append(node)
-        else:
+            below = []
+        elif not is_reshape(node) and not is_cast(node):
             others.append(node)
+            return
+        if len(node.users) > 1:
+            refusals.append("this rank's partial result has other uses")
+        for each in below:
+            walk(each)
 
     others: list[Node] = []
-    walk(whole, None)
+    walk(whole)
     if not terms:
         return [], _NO_PRODUCT
     dtypes = {term.meta["val"].dtype for term in terms}
@@ -149,8 +148,8 @@ def _terms(collective: Node, whole: Node, op: str) -> tuple[list[Node], str]:
     elif any(is_call(term, aten.addmm.default) for term in terms):
         refusals.insert(0, "each rank adds a bias of its own")
     elif others:
-        refusals.append("each rank adds what no matmul makes")
-    elif len(shape(whole)) < 2:
+        refusals.insert(0, "each rank adds what no matmul makes")
+    elif not all(keeps_columns(term, whole) for term in terms) or len(shape(whole)) < 2:
         refusals.append("features and tokens are mixed in between")
     elif len(dtypes) > 1 or not (dtype := dtypes.pop()).is_floating_point:
         refusals.append(f"matmuls of {' and '.join(map(str, sorted(dtypes, key=str)))}")
