@@ -423,7 +423,7 @@ def test_a_killed_run_goes_on_from_a_copy(tmp_path: Path) -> None:
         "log.txt", "outcomes.jsonl", "page.md",
     ]  # fmt: skip
     page = (second / "page.md").read_text()
-    assert "| processes | 3 |" in page and "of a GPU only" in page
+    assert "| 2 ranks as processes | 3 |" in page and "of a GPU only" in page
     # In the folder that it has, too, nothing is left to do.
     again = subprocess.run(
         command(*chosen, "--resume", str(second)), capture_output=True, text=True
