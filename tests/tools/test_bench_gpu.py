@@ -137,7 +137,7 @@ print(time.monotonic() - gpu._started())
 def test_a_page_that_cannot_be_made_does_not_end_the_run(tmp_path, monkeypatch) -> None:
     this = gpu.Slice(
         tmp_path, "cpu", True, time.monotonic() + 60, gpu.Log(tmp_path / "log.txt", 0.0),
-        lambda step, case: True, False,
+        {"plain": gpu_steps.names("plain", "cpu", True)}, False,
     )  # fmt: skip
     with open(this.record, "ab") as file:
         file.write(b"no line\n" + json.dumps(
@@ -158,7 +158,7 @@ def test_a_case_that_had_no_time_has_not_failed(tmp_path: Path) -> None:
         folder.mkdir()
         this = gpu.Slice(
             folder, "cpu", True, time.monotonic() + 300, gpu.Log(folder / "log.txt", 0.0),
-            lambda step, case: True, False,
+            {"plain": gpu_steps.names("plain", "cpu", True)}, False,
         )  # fmt: skip
         assert this._process("plain", this.left("plain"), time.monotonic() + until) <= 0
         assert not this.outcomes.count("failed")
@@ -254,7 +254,7 @@ time.sleep(600)
     monkeypatch.setattr(gpu, "_EXIT_S", 0.5)
     this = gpu.Slice(
         tmp_path, "cpu", True, time.monotonic() + 300, gpu.Log(tmp_path / "log.txt", 0.0),
-        lambda step, case: case == "doctor", False,
+        {"proof": ["doctor"]}, False,
     )  # fmt: skip
     this.go(["proof"])
     assert this.outcomes.found["proof", "doctor"]["outcome"] == "failed"
