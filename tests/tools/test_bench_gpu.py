@@ -18,9 +18,10 @@ import torch
 from needs import needs_interpreter
 from triton.runtime.jit import JITFunction
 
-from tools import gpu, gpu_cases, gpu_page, gpu_report, gpu_steps
+from tools import gpu, gpu_cases, gpu_page, gpu_process, gpu_report, gpu_steps
 from tools.gpu_steps import STEPS
 from weft.bench.rows import Case, Result, Timing
+from weft.bench.solo import sweep
 
 RUN = {"sources": "s", "cache": "c", "chip": "some-chip"}
 QUICK = ["--device", "cpu", "--quick"]
@@ -323,19 +324,13 @@ print(*seen)
 
 
 @needs_interpreter
-def test_small_calls_for_the_sanitizer() -> None:
-    code = """
-from tools import gpu_process
-from weft.bench.solo import sweep
-sweep._WARMUP, sweep._ROUNDS = 0, 1  # what they take is not looked at
-print(len(gpu_process.small_cases()))
-gpu_process.run_small_cases("cpu")
-"""
-    variables = os.environ | {"TRITON_INTERPRET": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", code], env=variables, capture_output=True, text=True
-    )
-    assert run.returncode == 0 and run.stdout == "8\n", run.stderr
+def test_small_calls_for_the_sanitizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of them: `test_solo.py` has a call of each kind."""
+    small = gpu_process.small_cases()
+    assert len(small) == 8
+    monkeypatch.setattr(gpu_process, "small_cases", lambda: small[::4])
+    monkeypatch.setattr(sweep, "_ROUNDS", 1)  # what they take is not looked at
+    gpu_process.run_small_cases("cpu")
 
 
 def test_eight_ranks_with_copy_engines_capture_no_graph() -> None:
