@@ -22,14 +22,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 
 import torch
 
 from weft.collectives import exchange, resolve
 from weft.collectives.memory.checks import check_call
 from weft.collectives.ranks.flight import call_of
-from weft.collectives.ranks.group import GroupLike
+from weft.collectives.ranks.group import GroupLike, group_name
 from weft.collectives.ranks.traced import is_call_traced
 from weft.kernels.engine import epilogues
 from weft.kernels.engine.autocast import autocast, outside_autocast
@@ -42,12 +42,58 @@ from weft.kernels.experts.grouped import contract, grouped_matmul
 from weft.kernels.experts.routing import Routing, check_tokens, routed
 from weft.kernels.experts.rows import Pull, Push, to_experts, weighted_sum
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_Ids = torch.Tensor | Routing
+_Weights = Sequence[torch.Tensor]
+
+
+class _Options(TypedDict, total=False):
+    tensor_parallel_size: int
+    keep_gathered: bool
+    quantize: Quantize | None
+    capacity: int | None
+    sizes: Sequence[int] | None
+
+
+@overload
+def dispatch_grouped_matmul(
+    x: torch.Tensor,
+    topk_ids: _Ids,
+    w: torch.Tensor,
+    group: GroupLike = None,
+    *,
+    activation: Activation | None = None,
+    **options: Unpack[_Options],
+) -> tuple[torch.Tensor, Routing]: ...
+@overload
+def dispatch_grouped_matmul(  # type: ignore[overload-overlap]
+    x: torch.Tensor,
+    topk_ids: _Ids,
+    w: _Weights,
+    group: GroupLike = None,
+    *,
+    activation: Literal["swiglu"],
+    **options: Unpack[_Options],
+) -> tuple[torch.Tensor, Routing]: ...
+@overload
+def dispatch_grouped_matmul(
+    x: torch.Tensor,
+    topk_ids: _Ids,
+    w: _Weights,
+    group: GroupLike = None,
+    *,
+    activation: Activation | None = None,
+    **options: Unpack[_Options],
+) -> tuple[list[torch.Tensor], Routing]: ...
+
 
 @autocast
 def dispatch_grouped_matmul(
     x: torch.Tensor,
-    topk_ids: torch.Tensor | Routing,
-    w: torch.Tensor | Sequence[torch.Tensor],
+    topk_ids: _Ids,
+    w: torch.Tensor | _Weights,
     group: GroupLike = None,
     *,
     activation: Activation | None = None,
@@ -56,16 +102,17 @@ def dispatch_grouped_matmul(
     quantize: Quantize | None = None,
     capacity: int | None = None,
     sizes: Sequence[int] | None = None,
-) -> tuple[Any, Routing]:
+) -> tuple[torch.Tensor | list[torch.Tensor], Routing]:
     """activation(rows @ w[expert]) for the tokens of all ranks that go to this rank's experts.
 
     Args:
         x: (T, K): this rank's tokens; T may differ between ranks and be 0.
         topk_ids: (T, k) integers: the experts of each token, numbered through all ranks; -1 for
-            padding. Or the `Routing` of an earlier call with the same ids, which saves finding it.
+            padding. Or the `Routing` of an earlier call with the same ids, which saves finding it
+            and has what follows `activation` but for `keep_gathered` and `quantize`.
         w: (E_r, K, N), this rank's experts, any strides; E_r may differ between ranks and be 0. Or
             a list of weights that share the rows, each with its own N.
-        group: ProcessGroup, 1-D DeviceMesh, or None for the world; that of a `Routing` if given.
+        group: ProcessGroup, 1-D DeviceMesh, or None for the world, or for that of a `Routing`.
         activation: as in `all_gather_matmul`; "swiglu" takes w as the pair (gate, up).
         tensor_parallel_size: on how many consecutive ranks each expert is: w holds a part of its N.
         keep_gathered: keep the rows, k times the tokens, for the gradient of w. False: pull them
@@ -96,15 +143,21 @@ def dispatch_grouped_matmul(
     epilogues.check_activation(activation, weights)
     check_quantize(quantize)
     _check(x, weights)
+    tp = tensor_parallel_size
     if isinstance(topk_ids, Routing):
         routing = topk_ids
+        _check_given(routing, group, tp, capacity, sizes)
     else:
         check_tokens(topk_ids, x)
-        tp = tensor_parallel_size
         if not is_call_traced(x):
             group, k = resolve(group), topk_ids.shape[1]
-            told = x.dtype, ("K", x.shape[1]), ("k", k), ("tensor_parallel_size", tp)
-            told += (("quantize", quantize),)
+            told = (
+                x.dtype,
+                ("K", x.shape[1]),
+                ("k", k),
+                ("tensor_parallel_size", tp),
+                ("quantize", quantize),
+            )
             check_call(group, lambda: call_of("dispatch_grouped_matmul", told).text.decode())
         routing = routed(topk_ids, len(weights[0]), group, tp, capacity, sizes)
     if is_call_traced(x):  # see `custom_ops`
@@ -183,6 +236,23 @@ def _check(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
             )
         if (w.dtype, w.device) != (x.dtype, x.device):
             raise ValueError(f"w must be {x.dtype} on {x.device}, like x, got {w.dtype} {w.device}")
+
+
+def _check_given(
+    routing: Routing, group: GroupLike, tp: int, capacity: int | None, sizes: object
+) -> None:
+    """Raise ValueError if a call with a routing asks for another one."""
+    asked = {
+        "group": group is not None and group_name(group) != routing.name,
+        "tensor_parallel_size": tp not in (1, routing.tensor_parallel_size),
+        "capacity": capacity is not None,
+        "sizes": sizes is not None,
+    }
+    if any(asked.values()):
+        names = ", ".join(name for name, wrong in asked.items() if wrong)
+        raise ValueError(
+            f"a routing has its own {names}: pass them to route(..), or topk_ids in its place"
+        )
 
 
 def check_routing(routing: Routing, x: torch.Tensor, w: torch.Tensor | None = None) -> Routing:

@@ -198,7 +198,8 @@ class _QuantizedRows(torch.autograd.Function):
         rows = to_experts(torch.cat([narrow.view(torch.uint8), of_scales], 1), routing)
         parts = rows.split([x.shape[1], 4], 1)
         bits, scales = (each.clone(memory_format=torch.contiguous_format) for each in parts)
-        return (bits.view(FP8).float() * scales.view(torch.float32)).to(x.dtype)
+        made: torch.Tensor = bits.view(FP8).float() * scales.view(torch.float32)
+        return made.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -27,7 +27,7 @@ from weft.kernels.engine.epilogues import Activation
 from weft.kernels.engine.fp8 import Quantize, check_quantize
 from weft.kernels.experts.combine import grouped_matmul_combine
 from weft.kernels.experts.dispatch import dispatch_grouped_matmul
-from weft.kernels.experts.routing import check_parts, share
+from weft.kernels.experts.routing import check_parts, check_weights, share
 from weft.kernels.layers.expert_weights import ROLES, ExpertLayout, Experts, found, layout_of
 from weft.kernels.layers.module import ParallelModule
 from weft.kernels.layers.split import Split
@@ -243,6 +243,7 @@ class ExpertParallelMLP(ParallelModule):
             quantize=self.quantize,
             capacity=self.capacity,
         )
+        assert isinstance(h, torch.Tensor)  # of one weight, or of a pair that makes one
         self.last_load = routing.load
         shared = None if shared_experts is None else shared_experts(x)
         down, weights = self.down_proj.transpose(1, 2), topk_weights.reshape(-1, k)
@@ -255,11 +256,7 @@ class ExpertParallelMLP(ParallelModule):
         H = self.hidden_size
         if x.ndim < 2 or x.shape[-1] != H:
             raise ValueError(f"x must be tokens (*, {H}), as hidden_size={H}, got {tuple(x.shape)}")
-        if weights.shape != ids.shape or not weights.is_floating_point():
-            raise ValueError(
-                f"topk_weights must be floats {tuple(ids.shape)}, one for each of topk_ids, got "
-                f"{tuple(weights.shape)} {weights.dtype}"
-            )
+        check_weights(weights, ids)
         k = ids.shape[-1] if ids.ndim else 0
         if k < 1 or ids.shape[:-1] not in (x.shape[:-1], (x.shape[:-1].numel(),)):
             raise ValueError(

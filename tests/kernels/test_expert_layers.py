@@ -221,6 +221,11 @@ def test_misuse_is_an_error_on_every_rank(engine: weft.settings.Engine) -> None:
             layer(*args)
     with pytest.raises(ValueError, match=r"quantize must be None .* 'int8'"):
         weft.ExpertParallelMLP(5, H, F, quantize="int8")  # type: ignore[arg-type]
+    routing = weft.kernels.route(ids, 5)
+    for asked in ({"capacity": 99}, {"sizes": [4, 4]}, {"tensor_parallel_size": 2}):
+        with pytest.raises(ValueError, match=f"a routing has its own {next(iter(asked))}"):
+            weft.dispatch_grouped_matmul(x, routing, layer.up_proj.mT, **asked)
+    weft.dispatch_grouped_matmul(x, routing, layer.up_proj.mT, dist.group.WORLD)
     with weft.engine(engine), pytest.raises(weft.MismatchError, match=r"quantize.*fp8"):
         weft.dispatch_grouped_matmul(x, ids, layer.up_proj.mT, quantize="fp8" if rank else None)
     layer.capacity = 7
