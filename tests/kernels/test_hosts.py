@@ -171,3 +171,41 @@ def test_a_host_that_is_lost_is_named() -> None:
     assert len(found) == 2, run.stderr
     # The bound of 5 s, and the few seconds in which the absent are found.
     assert any(int(peer) >= 2 for peer, _ in found) and all(int(s) <= 15 for _, s in found), found
+
+
+def ways_body(layout: str) -> None:
+    """Gradients are those of the flat process group, however they are asked for."""
+    with on_hosts(layout), patch.object(crossings, "_PART_BYTES", 256):
+        rank, W, group = dist.get_rank(), len(layout), resolve(None)
+        sizes = [3, 5, 2, 6][:W]
+        operands = (sizes[rank], 8), (8, 7), (7, 8)
+        residual = tensor((4, 8), torch.float64, 60 + rank, False)
+
+        def gradients(engine: weft.settings.Engine, way: str) -> list[torch.Tensor]:
+            x, w, v = (
+                tensor(shape, torch.float64, 10 * seed + rank, False).requires_grad_()
+                for seed, shape in enumerate(operands)
+            )
+            with weft.engine(engine):
+                if way == "compiled":
+                    told = group.pg.group_name, 0, sizes, False, False
+                    (h,) = torch.ops.weft.all_gather_matmul(x, [w], [], *told)
+                    y = torch.ops.weft.matmul_reduce_scatter(h, v, None, group.pg.group_name)
+                else:
+                    kept = True if way == "kept" else None
+                    h = weft.all_gather_matmul(x, w, keep_gathered=kept, sizes=sizes)
+                    y = weft.matmul_reduce_scatter(h, v, residual=residual, reduce_op="avg")
+                twice = way == "twice"
+                made = torch.autograd.grad(y.square().sum(), (x, w, v), create_graph=twice)
+                if twice:
+                    made = torch.autograd.grad(sum(each.sum() for each in made), (x, w, v))
+            return [y.detach(), *made]
+
+        for way in ("kept", "compiled", "twice"):
+            for ours, flat in zip(gradients("auto", way), gradients("generic", way), strict=True):
+                torch.testing.assert_close(ours, flat, msg=lambda text, way=way: f"{way}: {text}")
+
+
+@pytest.mark.parametrize("layout", ["AABB", "BABA"])
+def test_gradients_however_asked_for(ranks: Any, layout: str) -> None:
+    ranks(4, ways_body, layout)
