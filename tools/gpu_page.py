@@ -208,7 +208,11 @@ def _origins(runs: Sequence[Mapping[str, Any]], found: _Found) -> list[str]:
     for (_, case), entry in found.items():
         if "row" in entry:
             names.setdefault(_commit(runs, entry), []).append(case)
-    return ["", "Figures by commit; kernels may have changed since:", "", *_listed(names)] if len(names) > 1 else []
+    return (
+        ["", "Figures by commit; kernels may have changed since:", "", *_listed(names)]
+        if len(names) > 1
+        else []
+    )
 
 
 def _tuned(found: _Found) -> list[str]:
