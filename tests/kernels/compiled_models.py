@@ -1,15 +1,26 @@
-"""Models that do not know weft, parallel as their authors make them."""
+"""Models that do not know weft, parallel as their authors make them.
+
+    torchrun --nproc-per-node 2 -m tests.kernels.compiled_models
+
+prints the table of docs/compile.md.
+"""
 
 from __future__ import annotations
 
+import os
+import statistics
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -21,6 +32,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn import functional
+
+import weft
 
 
 @dataclass(frozen=True)
@@ -157,8 +170,10 @@ def sharded_too(size: Size, mesh: DeviceMesh, backend: Any) -> nn.Module:
 
 def transformers_llama(size: Size, mesh: DeviceMesh) -> nn.Module:
     """Hugging Face's, with the plan of its own (`tp_plan="auto"` loads a checkpoint by it)."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+    # It looks for a package `kernels`: the checkout must not be on the path.
+    with mock.patch("sys.path", [p for p in sys.path if not Path(p, "kernels").is_dir()]):
+        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     config = LlamaConfig(
         vocab_size=size.vocabulary, hidden_size=size.width, intermediate_size=size.hidden,
@@ -207,6 +222,19 @@ class ServedLayer(nn.Module):
         return y, residual
 
 
+def made(kind: str, size: Size, backend: Any) -> tuple[nn.Module, Callable[..., Any]]:
+    """A parallel model, and how it is called: compiled, unless there is no backend."""
+    ranks = dist.get_world_size()
+    if kind == "FSDP2 x TP":
+        mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
+        model = sharded_too(size, mesh, backend or "eager")
+        return model, model
+    mesh = init_device_mesh("cpu", (ranks,))
+    make = {"torchtitan": torchtitan, "transformers": transformers_llama}[kind]
+    model = make(size, mesh)
+    return model, model if backend is None else torch.compile(model, backend=backend)
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -235,3 +263,46 @@ def step(
         each.grad = None
     logits: torch.Tensor = y.detach()
     return logits
+
+
+def main() -> None:
+    """Steps as torch and as weft compile them, in turn; the slower rank's median."""
+    dist.init_process_group("gloo")
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))
+    size = Size(1, 512, 1408, 8, 4, 1024, 2, 512)
+    tokens = torch.randint(size.vocabulary, (size.batch, size.length))
+    for kind in sys.argv[1:] or ("torchtitan", "FSDP2 x TP", "transformers"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        runs, compiling = [], []
+        for backend in "inductor", weft.compile_backend:
+            model, call = made(kind, size, backend)
+            parameters = list(model.parameters())
+            began = time.perf_counter()
+            step(call, parameters, tokens, False)
+            compiling.append(time.perf_counter() - began)
+            runs.append((call, parameters, []))
+            step(call, parameters, tokens, False)
+        told = weft.explain(model.layers["0"] if kind == "FSDP2 x TP" else call).receipts
+        for _ in range(9):
+            for call, parameters, times in runs:
+                dist.barrier()
+                began = time.perf_counter()
+                step(call, parameters, tokens, False)
+                times.append(time.perf_counter() - began)
+        medians = torch.tensor([statistics.median(times) for *_, times in runs])
+        dist.all_reduce(medians, dist.ReduceOp.MAX)
+        torchs, wefts = (1e3 * medians).tolist()
+        missed = {each.why for each in told if not each.fused}
+        if dist.get_rank() == 0:
+            print(
+                f"| {kind} | {len(told)} | {told.fused} | {'; '.join(sorted(missed))} | "
+                f"{torchs:.0f} | {wefts:.0f} | {compiling[1] / compiling[0]:.2f} |",
+                flush=True,
+            )
+    weft.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

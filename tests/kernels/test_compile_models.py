@@ -5,13 +5,18 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed._functional_collectives import (
+    all_gather_tensor_autograd,
+    reduce_scatter_tensor_autograd,
+)
+from torch.utils.checkpoint import checkpoint
 
 from tests.kernels import compiled_models as models
 from weft.kernels.graphs.backend import CompilePass
@@ -38,22 +43,15 @@ def trained(kind: str, backend: Any, amp: bool) -> tuple[list[torch.Tensor], lis
     """Logits of two steps and all weights after them: of the parallel model, and of one process."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    ranks = dist.get_world_size()
-    if kind == "fsdp":
-        mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
-        model = models.sharded_too(SIZE, mesh, backend or "eager")
-    else:
-        make = {"torchtitan": models.torchtitan, "transformers": models.transformers_llama}[kind]
-        model = make(SIZE, init_device_mesh("cpu", (ranks,)))
+    model, run = models.made(kind, SIZE, backend)
     one = models.as_one(model, SIZE)
     tokens = torch.randint(SIZE.vocabulary, (SIZE.batch, SIZE.length))
-    run = model if kind == "fsdp" or backend is None else torch.compile(model, backend=backend)
-    made = []
+    results = []
     for call, each in (run, model), (one, one):
         parameters = list(each.parameters())
         logits = [models.step(call, parameters, tokens, amp) for _ in range(2)]
-        made.append([*map(models.whole, logits), *(models.whole(p).detach() for p in parameters)])
-    return made[0], made[1]
+        results.append([models.whole(each).detach() for each in (*logits, *parameters)])
+    return results[0], results[1]
 
 
 def told(graphs: list[Receipts]) -> list[tuple[int, int, set[str]]]:
@@ -67,9 +65,10 @@ NO_PRODUCER, NO_CONSUMER = "no matmul makes what it adds up", "no matmul takes i
 def held(kind: str, amp: bool) -> list[tuple[int, int, set[str]]]:
     graphs: list[Receipts] = []
     made, one = trained(kind, by_pass(graphs), amp)
-    half = amp or kind == "fsdp"
+    half = amp or kind == "FSDP2 x TP"
     for mine, theirs in zip(made, one, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=3e-2 if half else 1e-5)
+        close = {"rtol": 1e-5, "atol": 3e-2 if half else 1e-5}
+        torch.testing.assert_close(mine, theirs, **close, check_dtype=False)
     if half:  # no further from one process in float32 than what torch makes
         plain, _ = trained(kind, None, amp)
         for mine, theirs in zip(made, plain, strict=True):
@@ -82,3 +81,64 @@ def test_torchtitan_llama(ranks: Any) -> None:
         for found in ranks(2, held, "torchtitan", amp):
             # Lookups in parts of the embedding, and logits that are gathered, stay.
             assert found == [(5, 7, {NO_PRODUCER, NO_CONSUMER}), (5, 6, {NO_CONSUMER})]
+
+
+def test_fully_shard_beside_tensor_parallel(ranks: Any) -> None:
+    for found in ranks(4, held, "FSDP2 x TP", False):
+        # FSDP gathers weights outside of the layers' graphs.
+        assert found == [(4, 4, set()), (4, 4, set())]
+
+
+def test_llama_of_transformers(ranks: Any) -> None:
+    pytest.importorskip("transformers", reason="weft does not depend on it")
+    for found in ranks(2, held, "transformers", False):
+        assert found == [(2, 4, {NO_PRODUCER, NO_CONSUMER}), (6, 6, set())]
+
+
+def checkpointed() -> list[tuple[int, int, set[str]]]:
+    """The layer's forward runs once more in the backward, and gathers once more."""
+    torch._dynamo.reset()
+    up, down = torch.randn(8, 12, requires_grad=True), torch.randn(12, 8, requires_grad=True)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(all_gather_tensor_autograd(x, 0, dist.group.WORLD) @ up) @ down
+        result: torch.Tensor = reduce_scatter_tensor_autograd(y, "sum", 0, dist.group.WORLD)
+        return result
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = checkpoint(layer, x, use_reentrant=False)
+        return y
+
+    graphs: list[Receipts] = []
+    given, results = torch.randn(4, 8), []
+    for call in run, torch.compile(run, backend=by_pass(graphs), fullgraph=True):
+        x = given.clone().requires_grad_()
+        y = call(x)
+        results.append([y, *torch.autograd.grad(y.square().sum(), [x, up, down])])
+    torch.testing.assert_close(results[1], results[0], rtol=2e-5, atol=2e-5)
+    return told(graphs)
+
+
+def test_activation_checkpointing(ranks: Any) -> None:
+    for found in ranks(2, checkpointed):
+        assert found == [(2, 2, set()), (3, 3, set())]
+
+
+def served() -> list[tuple[int, int, set[str]]]:
+    torch._dynamo.reset()
+    parts = dist.get_world_size()
+    layer = models.ServedLayer(SIZE, parts).bfloat16()
+    x, residual = (torch.randn(3, SIZE.width).bfloat16() for _ in range(2))
+    for each in x, residual:  # the same on every rank
+        dist.broadcast(each, 0)
+    graphs: list[Receipts] = []
+    with torch.no_grad():
+        plain = layer(x, residual)
+        made = torch.compile(layer, backend=by_pass(graphs), fullgraph=True)(x, residual)
+    torch.testing.assert_close(made, plain, rtol=2e-2, atol=2e-2)
+    return told(graphs)
+
+
+def test_decoder_layer_as_it_is_served(ranks: Any) -> None:
+    for found in ranks(2, served):
+        assert found == [(2, 2, set())]
