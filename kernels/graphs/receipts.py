@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import weakref
-from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
@@ -86,17 +84,16 @@ def keep(code: CodeType | None, receipts: Receipts) -> None:
         settings.record(f"compiled {each.collective}", told, each.why, " x ".join(each.shape))
 
 
-def code_of(compiled: Any) -> CodeType | None:
-    """The code of a module or function that torch.compile has been given."""
+def _codes_of(compiled: Any) -> list[CodeType]:
+    """Of a module or function that torch.compile has been given: its own last, decorators first."""
     original = getattr(compiled, "_torchdynamo_orig_callable", None)
     original = getattr(compiled, "_orig_mod", original) or compiled
     original = original.forward if isinstance(original, torch.nn.Module) else original
-    while hasattr(original, "__wrapped__"):
-        original = original.__wrapped__
-    with suppress(AttributeError):
-        code: CodeType = getattr(original, "__func__", original).__code__
-        return code
-    return None
+    codes = []
+    while original is not None:
+        codes.append(getattr(getattr(original, "__func__", original), "__code__", None))
+        original = getattr(original, "__wrapped__", None)
+    return [code for code in codes if code is not None]
 
 
 def receipts_of(compiled: Any) -> Receipts:
@@ -105,8 +102,8 @@ def receipts_of(compiled: Any) -> Receipts:
     Args:
         compiled: what torch.compile(.., backend="weft") has returned, after it has run.
     """
-    code = code_of(compiled)
-    found: Iterable[Receipts] = _kept.get(code, []) if code is not None else []
+    # torch compiles what is called first: a decorator of a forward, where there is one.
+    found = next((_kept[code] for code in reversed(_codes_of(compiled)) if code in _kept), [])
     return Receipts(each for receipts in found for each in receipts)
 
 

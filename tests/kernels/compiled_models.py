@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -160,11 +160,10 @@ def torchtitan(size: Size, mesh: DeviceMesh) -> nn.Module:
 def sharded_too(size: Size, mesh: DeviceMesh, backend: Any) -> nn.Module:
     """torchtitan's order: tensor parallel, each layer compiled, then FSDP2 over the other dim."""
     model = torchtitan(size, mesh["tp"])
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.layers.values():
         layer.compile(backend=backend, fullgraph=True)
-        fully_shard(layer, mesh=mesh["dp"], mp_policy=policy)
-    fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
     return model
 
 

@@ -25,12 +25,16 @@ from weft.kernels.graphs.receipts import Receipts
 SIZE = models.Size()
 
 
-def by_pass(graphs: list[Receipts]) -> Any:
-    """As Inductor decomposes and cuts graphs, but they run as they are: no C++ is compiled."""
-    rewritten = CompilePass(told=graphs.append)
+def by_pass(graphs: list[Receipts] | None) -> Any:
+    """As Inductor decomposes and cuts graphs, but they run as they are: no C++ is compiled.
+
+    None: as torch has made them, without the pass.
+    """
+    rewritten = None if graphs is None else CompilePass(told=graphs.append)
 
     def compiled(module: Any, _: Any) -> Any:
-        rewritten(module)
+        if rewritten is not None:
+            rewritten(module)
         return make_boxed_func(module.forward)
 
     cut = partial(min_cut_rematerialization_partition, compiler="inductor")
@@ -65,14 +69,18 @@ NO_PRODUCER, NO_CONSUMER = "no matmul makes what it adds up", "no matmul takes i
 def held(kind: str, amp: bool) -> list[tuple[int, int, set[str]]]:
     graphs: list[Receipts] = []
     made, one = trained(kind, by_pass(graphs), amp)
-    half = amp or kind == "FSDP2 x TP"
+    if kind == "FSDP2 x TP":  # compiled, torch 2.13 itself has other gradients of the embedding
+        one, _ = trained(kind, by_pass(None), amp)
     for mine, theirs in zip(made, one, strict=True):
-        close = {"rtol": 1e-5, "atol": 3e-2 if half else 1e-5}
+        close = {"rtol": 1e-5, "atol": 3e-2 if amp else 1e-5}
         torch.testing.assert_close(mine, theirs, **close, check_dtype=False)
-    if half:  # no further from one process in float32 than what torch makes
+    if amp:  # about as far from one process as torch's own collectives are
         plain, _ = trained(kind, None, amp)
-        for mine, theirs in zip(made, plain, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-2)
+
+        def error(of: list[torch.Tensor]) -> float:
+            return sum((a.float() - b.float()).norm().item() for a, b in zip(of, one, strict=True))
+
+        assert error(made) < 1.5 * error(plain)
     return told(graphs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch.nn import functional
 
 import weft
 from weft.kernels.graphs.backend import CompilePass
-from weft.kernels.graphs.receipts import Receipts
+from weft.kernels.graphs.receipts import Receipt, Receipts, keep, receipts_of
 from weft.kernels.graphs.rewriting import MissedFusionError
 
 H, F, S, B = 16, 24, 8, 2
@@ -378,3 +379,15 @@ def test_inductor_runs_it(ranks: Any) -> None:
 
 def test_the_error_is_of_weft() -> None:
     assert issubclass(MissedFusionError, weft.WeftError)
+
+
+def test_receipts_of_what_is_decorated() -> None:
+    def forward() -> None: ...
+
+    @functools.wraps(forward)
+    def decorated() -> None:
+        forward()
+
+    told = Receipts([Receipt("all_reduce", ("2",), "", "no matmul makes what it adds up")])
+    keep(decorated.__code__, told)
+    assert receipts_of(decorated) == told and receipts_of(forward) == ()
