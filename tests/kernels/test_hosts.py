@@ -42,17 +42,19 @@ def on_hosts(layout: str) -> Iterator[None]:
         weft.close()
 
 
-def cases_body(kind: str, layout: str, part_bytes: int) -> None:
+def cases_body(kind: str, layout: str, part_bytes: int) -> list[torch.Tensor]:
     with on_hosts(layout), patch.object(crossings, "_PART_BYTES", part_bytes):
         cases = [case | {"engine": "auto"} for case in random_cases(kind, len(layout), "host", 18)]
-        run_cases(kind, cases)
+        return run_cases(kind, cases)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", ["gather", "scatter"])
+@pytest.mark.parametrize("kind", ["gather", "scatter", "reduce"])
 def test_against_float64(ranks: Any, kind: str, layout: str) -> None:
     """Every gradient; in many parts, as tensors of some KiB would have but one."""
-    ranks(len(layout), cases_body, kind, layout, 256)
+    first, *others = ranks(len(layout), cases_body, kind, layout, 256)
+    if kind == "reduce":
+        assert all(torch.equal(a, b) for o in others for a, b in zip(first, o, strict=True))
 
 
 def plan_body(layout: str) -> None:
