@@ -2,12 +2,15 @@
 
 layer    a training step of two fused matmuls, beside the flat process group's
 lost     all ranks of the last host are killed: the others must say so within the bound
+mlp      TOKENS HIDDEN FFN RUNS: times of two levels and of the flat process group, in turn, forward
+         and backward of a ReLU MLP in fp32
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import statistics
 import sys
 import time
 
@@ -52,11 +55,35 @@ def lost() -> None:
         os._exit(1)
 
 
+def mlp() -> None:
+    rank, W = dist.get_rank(), dist.get_world_size()
+    tokens, hidden, ffn, runs = map(int, sys.argv[2:])
+    shapes = (tokens // W, hidden), (hidden, ffn // W), (ffn // W, hidden)
+    x, w, v = (torch.randn(shape).requires_grad_() for shape in shapes)
+    dy, times = torch.randn(tokens // W, hidden), dict[str, list[float]]()
+    engines: tuple[weft.settings.Engine, ...] = "auto", "generic"
+    for run in range(runs + 1):  # the first one is not counted
+        for engine in engines:
+            dist.barrier()
+            start = time.perf_counter()
+            with weft.engine(engine):
+                h = weft.all_gather_matmul(x, w, activation="relu", sizes=[tokens // W] * W)
+                weft.matmul_reduce_scatter(h, v).backward(dy)
+            dist.barrier()
+            if run:
+                times.setdefault(engine, []).append(1e3 * (time.perf_counter() - start))
+    if rank == 0:
+        ours, flat = (statistics.median(each) for each in times.values())
+        spread = {engine: f"{min(each):.0f} to {max(each):.0f}" for engine, each in times.items()}
+        shape = "x".join(sys.argv[2:5])
+        print(f"{shape}: {ours:.0f} ms, flat {flat:.0f}: {flat / ours:.2f}; {spread}", flush=True)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     print(f"hosts: {resolve(None).hosts}", flush=True)
-    {"layer": layer, "lost": lost}[sys.argv[1]]()
+    {"layer": layer, "lost": lost, "mlp": mlp}[sys.argv[1]]()
     dist.barrier()
     dist.destroy_process_group()
     print("all is well", flush=True)

@@ -76,7 +76,8 @@ def matmul_all_reduce(
             default torch.bfloat16.
         wire_dtype: in which partial sums travel: torch.bfloat16 or torch.float16, as a process
             group's do, are half the bytes of torch.float32 and round each rank's term. None: the
-            upper 24 bits of fp32 in kernels if the result is half precision, else fp32.
+            upper 24 bits of fp32 in kernels if the result is half precision, else fp32; between
+            hosts, the dtype of the result, rounded once a host.
 
     Returns:
         A new tensor (*batch, N), added up in fp32 in rank order. Its gradient must be the same on

@@ -1,4 +1,4 @@
-"""matmul_reduce_scatter: this rank's rows of the sum over ranks of x @ w, on three engines.
+"""matmul_reduce_scatter: this rank's rows of the sum over ranks of x @ w.
 
 W ranks; rank r holds K_r of the K columns of x, and those rows of w:
 
@@ -95,7 +95,8 @@ def matmul_reduce_scatter(
             default torch.bfloat16.
         wire_dtype: in which partial sums travel: torch.bfloat16 or torch.float16, as a process
             group's do, are half the bytes of torch.float32 and round each rank's term. None: the
-            upper 24 bits of fp32 in kernels if the result is half precision, else fp32.
+            upper 24 bits of fp32 in kernels if the result is half precision, else fp32; between
+            hosts, the dtype of the result, rounded once a host.
 
     Returns:
         A new tensor, added up in fp32 in rank order; it may be non-contiguous if `scatter_dim` > 0.
