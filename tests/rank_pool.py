@@ -84,8 +84,8 @@ class RankPool:
     """`world_size` processes with torch.distributed (gloo) over them, for tensors on `device`.
 
     On a CPU they are forked from one process that has imported torch and weft, in 3 s less each.
-    Those hash strings alike, and sets have the same order on them: rank 0 is spawned, and differs,
-    unless `quick`.
+    Those hash strings alike, and sets have the same order on them: rank 0 of several is spawned,
+    and differs, unless `quick`.
     """
 
     def __init__(self, world_size: int, device: str = "cpu", quick: bool = False) -> None:
@@ -96,7 +96,7 @@ class RankPool:
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         for rank in range(world_size):
-            spawned = device != "cpu" or (rank == 0 and not quick)
+            spawned = device != "cpu" or (rank == 0 < world_size - 1 and not quick)
             context = mp.get_context("spawn" if spawned else "forkserver")
             ours, theirs = context.Pipe()
             store, trace = f"{self._dir.name}/store", self._trace(rank)

@@ -41,7 +41,7 @@ def dealt(turn, program, programs):
     """The item that `program` is dealt in a `turn`: forth in even turns, back in odd ones.
 
     Where items go from long to short, whoever has the longest of a turn has the shortest of the
-    next. Causal attention of 32 heads of 4,096 tokens takes 1.8 times as long without.
+    next.
 
     Example: 3 programs: 0 is dealt items 0, 5, 6, 11, ..; 1 items 1, 4, 7, 10; 2 items 2, 3, 8, 9.
     """

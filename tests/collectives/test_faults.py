@@ -79,7 +79,7 @@ def doomed_body(op: str, engine: weft.settings.Engine, victim: int, timeout_s: f
     ],
 )
 def test_a_killed_rank_is_an_error_on_every_other(own_ranks: Any, op: str, engine: str) -> None:
-    before, victim, timeout_s = shared_memory_files(), 1, 5
+    before, victim, timeout_s = shared_memory_files(), 1, 2 if engine == "triton" else 5
     three = own_ranks(3)
     three.start(doomed_body, op, engine, victim, timeout_s)
     replies = three.finish(timeout_s=60, dead=(victim,))

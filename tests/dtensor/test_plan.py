@@ -176,7 +176,7 @@ def several_plans(model: nn.Module, mesh: DeviceMesh, x: Tensor) -> dict[str, Pl
     drawn = random.Random(0)
     for split in planning._splits(model, mesh, (x,), prices_of("h100", mesh), True):
         if split.options.ranks > 1:
-            ways = drawn.sample(ways := split.ways(), min(4, len(ways)))
+            ways = drawn.sample(ways := split.ways(), min(2, len(ways)))
             found |= {f"way {i}": way.plan(mesh, None) for i, way in enumerate(ways)}
             found["odd"] = _drawn(split, drawn).plan(mesh, None)
     return found

@@ -241,7 +241,7 @@ BODIES = [gather_rows, gather_contraction, reduce_scatter, all_reduce]
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_against_float64(ranks, virtual_ranks, body, world_size):
     run = virtual_ranks if world_size == 2 else ranks
-    run(world_size, body, {2: 12, 3: 9, 4: 8}[world_size], world_size)
+    run(world_size, body, {2: 12, 3: 6, 4: 4}[world_size], world_size)
 
 
 @pytest.mark.sweep

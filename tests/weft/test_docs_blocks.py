@@ -5,14 +5,19 @@ One that cannot says so, and why, behind its fence: ```python no-run: needs tran
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
-import subprocess
-import sys
+import runpy
+import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from needs import needs_interpreter
+from rank_pool import RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKS = [
@@ -33,29 +38,35 @@ def test_there_are_blocks() -> None:
     assert len(BLOCKS) >= 9
 
 
+def on_a_rank(script: Path, port: int) -> tuple[int, str]:
+    """Run a block where torchrun has set the environment: its exit status, and what it prints."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    os.chdir(script.parent)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        if world_size == 1:
+            by = ["-q", "-p", "weft.pytest_plugin", "-p", "no:weft_sim", "-p", "no:cacheprovider"]
+            return int(pytest.main([*by, str(script)])), printed.getvalue()
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+        os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        runpy.run_path(str(script), run_name="__main__")
+    return 0, printed.getvalue()
+
+
 @needs_interpreter
 @pytest.mark.parametrize(("info", "code"), [pytest.param(*b[1:], id=b[0]) for b in BLOCKS])
-def test_block(info: str, code: str, tmp_path: Path) -> None:
+def test_block(info: str, code: str, tmp_path: Path, own_ranks: Callable[[int], RankPool]) -> None:
     if info:
         assert re.match(r"no-run: \w+", info), f"a fence says python, or no-run with why: {info}"
         return
     script = tmp_path / "block.py"
     script.write_text(code)
-    # On the path: weft alone, as transformers would take our folder `kernels` for its own.
-    (tmp_path / "path").mkdir()
-    (tmp_path / "path/weft").symlink_to(ROOT / "weft")
-    logs = tmp_path / "logs"  # of each rank its own
-    by = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    by += ["--redirects", "3", "--log-dir", str(logs)]
-    if "\ndef test_" in code:
-        by = ["pytest", "-q", "-p", "weft.pytest_plugin", "-p", "no:weft_sim"]
-    run = subprocess.run(
-        [sys.executable, "-m", *by, str(script)],
-        capture_output=True, text=True, timeout=300, cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(tmp_path / "path"), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    said = [path.read_text() for path in logs.rglob("std*.log")]
-    assert run.returncode == 0, "\n".join([run.stdout, run.stderr, *said])
+    count = 1 if "\ndef test_" in code else 2  # pytest starts ranks of its own
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    ended = own_ranks(count).run(on_a_rank, script, port, timeout_s=300)
+    assert [status for status, _ in ended] == [0] * count, ended
     for part, printed in PRINTED.items():
         if part in code:
-            assert sum(bool(re.search(printed, text, re.MULTILINE)) for text in said) == 2, said
+            assert all(re.search(printed, said, re.MULTILINE) for _, said in ended), ended
