@@ -51,7 +51,7 @@ def lost() -> None:
     try:
         step("auto")
     except weft.PeerTimeout as error:
-        print(f"PeerTimeout of {error.peer} in {time.monotonic() - start:.0f} s", flush=True)
+        print(f"PeerTimeout of {error.absent} in {time.monotonic() - start:.0f} s", flush=True)
         time.sleep(5)  # torchrun ends the other rank of the host when one fails
         os._exit(1)
 

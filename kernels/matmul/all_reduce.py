@@ -182,7 +182,8 @@ def _hosts_forward(call: SumCall, given: Operands) -> torch.Tensor:
     y = part.new_empty(x.shape[0], w.shape[1])
     crossing = Crossing(call.group, rows, w.shape[1] * part.element_size(), OP.name)
     for block, shard in crossing.fetched(part):
-        block.put(all_gather(shard, crossing.inside, sizes=block.sizes), y)
+        with crossing.naming():
+            block.put(all_gather(shard, crossing.inside, sizes=block.sizes), y)
     return y
 
 

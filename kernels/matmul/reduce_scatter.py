@@ -217,11 +217,12 @@ def hosts_forward(call: SumCall, given: Operands) -> torch.Tensor:
     for block in (*crossing.foreign, crossing.own):
         part = block.of(x)
         plan = _plan_inside(crossing.inside, block.sizes, part, w, call)
-        if plan.engine == "generic":
-            total = reduce_scatter(partial_matmul(part, w), crossing.inside, sizes=plan.rows)
-        else:
-            inside = call._replace(op=OP, group=crossing.inside, plan=plan, average=False)
-            total = inside.made_of(Operands(part, w, None, None))
+        inside = call._replace(op=OP, group=crossing.inside, plan=plan, average=False)
+        with crossing.naming():
+            if plan.engine == "generic":
+                total = reduce_scatter(partial_matmul(part, w), inside.group, sizes=plan.rows)
+            else:
+                total = inside.made_of(Operands(part, w, None, None))
         if block is not crossing.own:
             crossing.give_back(block, total.to(wire))
     total = crossing.summed(total, sum_dtype(total))
@@ -257,10 +258,11 @@ def _hosts_backward(given: ScatterGradient) -> Gradients:
         )  # fmt: skip
         problem = OP.problem(part.x, w, crossing.inside, 0)
         engine = choose(problem, crossing.inside, x.device)
-        if engine == "generic":
-            made, more, _ = _differentiable_backward(part)
-        else:
-            made, more, _ = run_backward(engine, part)
+        with crossing.naming():
+            if engine == "generic":
+                made, more, _ = _differentiable_backward(part)
+            else:
+                made, more, _ = run_backward(engine, part)
         if dx is not None and made is not None:
             block.put(made, dx)
         if more is not None:
