@@ -1,4 +1,4 @@
-"""matmul_reduce_scatter: this rank's rows of the sum over ranks of x @ w, on three engines.
+"""matmul_reduce_scatter: this rank's rows of the sum over ranks of x @ w.
 
 W ranks; rank r holds K_r of the K columns of x, and those rows of w:
 
@@ -95,7 +95,8 @@ def matmul_reduce_scatter(
             default torch.bfloat16.
         wire_dtype: in which partial sums travel: torch.bfloat16 or torch.float16, as a process
             group's do, are half the bytes of torch.float32 and round each rank's term. None: the
-            upper 24 bits of fp32 in kernels if the result is half precision, else fp32.
+            upper 24 bits of fp32 in kernels if the result is half precision, else fp32; between
+            hosts, the dtype of the result, rounded once a host.
 
     Returns:
         A new tensor, added up in fp32 in rank order; it may be non-contiguous if `scatter_dim` > 0.
@@ -208,17 +209,18 @@ def _host_backward(given: ScatterGradient) -> Gradients:
 _inside = Plans[SumPlan](f"{__name__}._inside")
 
 
-def _hosts_forward(call: SumCall, given: Operands) -> torch.Tensor:
+def hosts_forward(call: SumCall, given: Operands) -> torch.Tensor:
+    """This rank's rows of the sum, by whichever engine inside each host."""
     x, w, bias, residual = given
     wire = call.wire_dtype or call.dtype
-    crossing = Crossing(call.group, call.rows, w.shape[1] * wire.itemsize, OP.name)
+    crossing = Crossing(call.group, call.rows, w.shape[1] * wire.itemsize, call.op.name)
     for block in (*crossing.foreign, crossing.own):
         part = block.of(x)
         plan = _plan_inside(crossing.inside, block.sizes, part, w, call)
         if plan.engine == "generic":
             total = reduce_scatter(partial_matmul(part, w), crossing.inside, sizes=plan.rows)
         else:
-            inside = call._replace(group=crossing.inside, plan=plan, average=False)
+            inside = call._replace(op=OP, group=crossing.inside, plan=plan, average=False)
             total = inside.made_of(Operands(part, w, None, None))
         if block is not crossing.own:
             crossing.give_back(block, total.to(wire))
@@ -344,7 +346,7 @@ def _differentiable_backward(given: ScatterGradient) -> Gradients:
 OP = FusedSum(
     "matmul_reduce_scatter",
     _MatmulReduceScatter,
-    {"host": _host_forward, "triton": _triton_forward, "hosts": _hosts_forward},
+    {"host": _host_forward, "triton": _triton_forward, "hosts": hosts_forward},
     _gradients,
 )
 

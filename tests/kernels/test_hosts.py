@@ -20,6 +20,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from needs import needs_interpreter
 from test_matmul_ops import random_cases, run_cases, tensor
 
 import weft
@@ -27,6 +28,7 @@ from weft.collectives import hosts as crossings
 from weft.collectives import resolve
 from weft.collectives.hosts import Crossing
 from weft.collectives.ranks.group import Process
+from weft.kernels.engine import engines
 
 # The host of each rank: two by two, uneven, not in order, one rank on each.
 LAYOUTS = ["AABB", "ABBB", "ABAB", "BABA", "ABC"]
@@ -42,17 +44,37 @@ def on_hosts(layout: str) -> Iterator[None]:
         weft.close()
 
 
-def cases_body(kind: str, layout: str, part_bytes: int) -> None:
+def cases_body(
+    kind: str, layout: str, part_bytes: int, like: str = "host", count: int = 18
+) -> list[torch.Tensor]:
     with on_hosts(layout), patch.object(crossings, "_PART_BYTES", part_bytes):
-        cases = [case | {"engine": "auto"} for case in random_cases(kind, len(layout), "host", 18)]
-        run_cases(kind, cases)
+        cases = [case | {"engine": "auto"} for case in random_cases(kind, len(layout), like, count)]
+        return run_cases(kind, cases)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", ["gather", "scatter"])
+@pytest.mark.parametrize("kind", ["gather", "scatter", "reduce"])
 def test_against_float64(ranks: Any, kind: str, layout: str) -> None:
     """Every gradient; in many parts, as tensors of some KiB would have but one."""
-    ranks(len(layout), cases_body, kind, layout, 256)
+    first, *others = ranks(len(layout), cases_body, kind, layout, 256)
+    if kind == "reduce":
+        assert all(torch.equal(a, b) for o in others for a, b in zip(first, o, strict=True))
+
+
+def inside_body(kind: str, engine: str) -> list[torch.Tensor]:
+    def chosen(problem: Any, group: Any, device: Any) -> tuple[str, str]:
+        return cheapest(problem, group, device) if group.hosts else (engine, "for the test")
+
+    cheapest = engines._cheapest
+    with patch.object(engines, "_cheapest", chosen):
+        return cases_body(kind, "ABB", 256, "triton", 4)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("engine", ["triton", "generic"])
+@pytest.mark.parametrize("kind", ["gather", "scatter", "reduce"])
+def test_any_engine_inside_a_host(ranks: Any, kind: str, engine: str) -> None:
+    ranks(3, inside_body, kind, engine)
 
 
 def plan_body(layout: str) -> None:
