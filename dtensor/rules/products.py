@@ -68,7 +68,7 @@ def _grouped_rule(call: OpCall) -> Choices:
 
 
 def _travel_us(call: OpCall, mesh_dim: int) -> float | str:
-    """Of rows to the ranks of their weights, and of results back."""
+    """Of rows to the ranks of their weights, of results back, and of where rows go to all ranks."""
     (x, w), W = call.inputs[:2], call.inputs[0].place.sizes[mesh_dim]
     if why := _not_fused(call, mesh_dim):
         return why
@@ -80,7 +80,8 @@ def _travel_us(call: OpCall, mesh_dim: int) -> float | str:
         return "another mesh dim cuts dim 0 of the second, or the first in strides"
     rates, rows = cost.typical(call.mesh.device_type), present(x.shape[0] / x.parts(0))
     share = rows * x.dtype.itemsize * (W - 1) / W
-    return sum(fused_us(share * present(columns), rates) for columns in (x.shape[1], w.shape[2]))
+    there, back = (fused_us(share * present(n), rates) for n in (x.shape[1], w.shape[2]))
+    return there + back + collective_us(4 * present(x.shape[0]), rates)
 
 
 @rule("linear_product")
