@@ -199,6 +199,11 @@ class Case:
         """How many times as quick as its peer ours is."""
         return self.ratio(self.peer, self.main)
 
+    def beside_quickest(self, peers: Sequence[str]) -> None:
+        """Compare ours with the quickest of `peers` that has a time, if one has."""
+        timed = {name: timing.us for name, timing in self.timed.items() if name in peers}
+        self.peer = min(timed, key=lambda name: timed[name]) if timed else self.peer
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, with what follows from them beside them for readers of the file."""
         value = asdict(self)

@@ -53,6 +53,26 @@ def by_group(call: Callable[..., Any], group: Group, on_gpu: bool, *args: Any) -
         finish(group, op, call(*args, group=group.pg, async_op=True))
 
 
+def exchange_begun(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    receives: Sequence[int],
+    sends: Sequence[int],
+    group: Group,
+) -> Any:
+    """An all_to_all of rows, on its way until `wait` is called for what this returns."""
+    args = sendable(out), sendable(x), list(receives), list(sends)
+    return dist.all_to_all_single(*args, group=group.pg, async_op=True)
+
+
+def wait(work: Any, group: Group, out: torch.Tensor, op: str) -> None:
+    """Until `out` is there: on a GPU its stream waits, else the host does, within our bound."""
+    if out.is_cuda:
+        work.wait()
+    else:
+        finish(group, op, work)
+
+
 def gather(parts: Sequence[torch.Tensor], x: torch.Tensor, group: Group) -> None:
     parts, x = [sendable(part) for part in parts], sendable(x)
     # Gloo takes equal sizes only, so shorter shards are padded.

@@ -27,6 +27,8 @@ from weft.collectives.ranks.group import group_name
 from weft.dtensor.api import distribute_parameter
 from weft.dtensor.tensor import DTensor
 from weft.kernels import Routing, combine, dispatch, route
+from weft.kernels.engine.fp8 import Quantize, check_quantize
+from weft.kernels.experts.routing import check_weights
 
 
 class ExpertParallel(ParallelStyle):
@@ -49,6 +51,7 @@ class ExpertParallel(ParallelStyle):
         output_layouts: how results are. Default: like the input.
         use_local_output: whether the module returns this rank's part, a plain tensor, rather than a
             DTensor. Default True.
+        quantize: "fp8": tokens travel to their experts in fp8, as of `dispatch_grouped_matmul`.
 
     Example:
         >>> parallelize_module(model, mesh, {"layers.*.moe.experts": ExpertParallel()})
@@ -60,10 +63,12 @@ class ExpertParallel(ParallelStyle):
         input_layouts: Placement | None = None,
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
+        quantize: Quantize | None = None,
     ) -> None:
+        check_quantize(quantize)
         self.input_layouts: tuple[Placement, ...] = (input_layouts or Shard(0),)
         self.output_layouts: tuple[Placement, ...] = (output_layouts or self.input_layouts[0],)
-        self.use_local_output = use_local_output
+        self.use_local_output, self.quantize = use_local_output, quantize
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
@@ -105,8 +110,9 @@ class ExpertParallel(ParallelStyle):
             weights = None
         else:
             ids, weights = (_own_tokens(each, mesh, others) for each in rest)
+            check_weights(weights, ids)
         routing = route(ids, num_experts, group)
-        rows = dispatch(tokens, routing)
+        rows = dispatch(tokens, routing, quantize=self.quantize)
         parts = _LocalParts(module)
         if not len(parts.tensors[0]):  # nothing to compute, but gradients of nothing
             rows = parts.tied_to(rows)
@@ -134,7 +140,7 @@ class ExpertParallel(ParallelStyle):
         return result.to_local() if self.use_local_output else result
 
     def __repr__(self) -> str:
-        names = "input_layouts", "output_layouts", "use_local_output"
+        names = "input_layouts", "output_layouts", "use_local_output", "quantize"
         arguments = ", ".join(f"{name}={getattr(self, name)}" for name in names)
         return f"ExpertParallel({arguments})"
 

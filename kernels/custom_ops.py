@@ -45,7 +45,12 @@ from weft.kernels.engine.fp8 import FP8
 from weft.kernels.engine.local_matmul import as_rows, conjugated, matmul
 from weft.kernels.matmul import all_gather as gather
 from weft.kernels.matmul import all_reduce, reduce_scatter
-from weft.kernels.matmul.gather_engines import GatherGradient, generic_backward, run_backward
+from weft.kernels.matmul.gather_engines import (
+    GatherGradient,
+    gather_problem,
+    generic_backward,
+    run_backward,
+)
 from weft.kernels.norm import all_reduce_norm, rms_norm
 
 _ops: Any = torch.ops.weft
@@ -153,7 +158,7 @@ def _all_gather_matmul_backward(
 ) -> list[torch.Tensor]:
     group, (needs_x, *needs_w) = resolve(group_name), needs
     gather_dim %= x.ndim
-    engine = choose(gather.gather_problem(x, weights, gather_dim, sizes), group, x.device)
+    engine = choose(gather_problem(x, weights, gather_dim, sizes), group, x.device)
     if engine == "generic":
         given = GatherGradient(x, weights, dys, dgathered, group, sizes, needs_x, needs_w)
         dx, dws = generic_backward(given, gather_dim)

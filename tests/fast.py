@@ -12,7 +12,10 @@ HERE = Path(__file__).resolve().parent
 # By room, and by the files that stand beside the rooms: tests, as pytest names them.
 FAST = {
     "weft": ["test_structure.py", "test_versions.py", "test_docs.py"],
-    "collectives": ["test_collectives.py::test_misuse_is_an_error_on_every_rank"],
+    "collectives": [
+        "test_collectives.py::test_misuse_is_an_error_on_every_rank",
+        "test_hosts.py::test_rows_cross_once",
+    ],
     "collectives/ranks": [
         "test_collectives.py::test_chunk_sizes_are_those_of_torch",
         "test_flight.py::test_the_ring_holds_the_last_calls_only",

@@ -27,6 +27,7 @@ from weft.kernels.attention.ring import Saved, attention_reference
 from weft.kernels.device import summed_tiles
 from weft.kernels.device.partial_sums import wire_of
 from weft.kernels.engine.chips import INTERPRETER
+from weft.kernels.engine.fp8 import magnitudes, quantized
 from weft.kernels.experts import expert_launch
 from weft.kernels.flash import decode_kernel, ring_grad_kernel, ring_kernel
 from weft.kernels.flash.geometry import Geometry, Visibility
@@ -472,7 +473,15 @@ def routed(W: int) -> Routed:
     return Routed([each.int() for each in ids], 2 * W)
 
 
-def dispatched(rank: int, ours: Modules = OURS, direct: bool = False) -> None:
+def narrowed(x: torch.Tensor) -> torch.Tensor:
+    """x as it arrives in fp8."""
+    rows, scales = quantized(x, magnitudes(x))
+    return rows.float() * scales
+
+
+def dispatched(
+    rank: int, ours: Modules = OURS, direct: bool = False, quantize: bool = False
+) -> None:
     """Rows and numbers of all ranks, in chunks of two by two copy programs."""
     W, K, N = resolve(None).world_size, 20, 5
     told = routed(W)
@@ -485,7 +494,8 @@ def dispatched(rank: int, ours: Modules = OURS, direct: bool = False) -> None:
     if direct:
         config = replace(config, copy_programs=0)
     ranks, slots = table.ranks.tolist(), table.slots.tolist()
-    rows = torch.stack([xs[r][s // 2] for r, s in zip(ranks, slots, strict=True)])
+    whole = [narrowed(x) for x in xs] if quantize else xs
+    rows = torch.stack([whole[r][s // 2] for r, s in zip(ranks, slots, strict=True)])
     counts = table.ends.diff(prepend=table.ends.new_zeros(1))
     factors = w.repeat_interleave(counts, 0)
     for call in range(CALLS):
@@ -493,15 +503,27 @@ def dispatched(rank: int, ours: Modules = OURS, direct: bool = False) -> None:
             torch.arange(2.0 * t).view(t, 2) + 100 * r + call for r, t in enumerate(told.tokens)
         ]
         made = ours.experts.launch_dispatch(
-            xs[rank] * (call + 1), [w], ws, table, told.tokens, numbers=numbers[rank], config=config
+            xs[rank] * 2**call,
+            [w],
+            ws,
+            table,
+            told.tokens,
+            numbers=None if quantize else numbers[rank],
+            quantize=quantize,
+            config=config,
         )
         if not direct:
-            torch.testing.assert_close(made.rows, rows * (call + 1))
+            torch.testing.assert_close(made.rows, rows * 2**call)
+        if made.numbers is not None:
             want = [numbers[r].flatten()[s] for r, s in zip(ranks, slots, strict=True)]
             torch.testing.assert_close(made.numbers, torch.stack(want))
         torch.testing.assert_close(
-            made.ys[0], torch.bmm(rows.unsqueeze(1), factors).squeeze(1) * (call + 1)
+            made.ys[0], torch.bmm(rows.unsqueeze(1), factors).squeeze(1) * 2**call
         )
+
+
+def dispatched_in_fp8(rank: int, ours: Modules = OURS) -> None:
+    dispatched(rank, ours, quantize=True)
 
 
 def combined(rank: int, ours: Modules = OURS) -> None:
@@ -552,6 +574,7 @@ KERNELS: dict[str, Callable[..., None]] = {
     "norm of whole sums, one shot": normed_whole_in_one_shot,
     "norm of whole sums, two shots": normed_whole_in_two_shots,
     "dispatch to experts": dispatched,
+    "dispatch to experts in fp8": dispatched_in_fp8,
     "combine of experts": combined,
 }
 

@@ -35,7 +35,7 @@ NORMS = ("norm of sums, one shot", "norm of sums, two shots")
 WHOLE_NORMS = ("norm of whole sums, one shot", "norm of whole sums, two shots")
 HEADS = ("attention by heads", "attention by heads, backward")
 BACKWARD = RINGS[1:]
-EXPERTS = ("dispatch to experts", "combine of experts")
+EXPERTS = ("dispatch to experts", "dispatch to experts in fp8", "combine of experts")
 
 
 def but(*cases: str) -> tuple[str, ...]:
@@ -179,14 +179,14 @@ IN_SIGNALS = [
         signals,
         '1, sem="acq_rel", scope="gpu"',
         '1, sem="relaxed", scope="gpu"',
-        (ALL[0], *ALL[2:], *EXPERTS[1:]),
+        (ALL[0], *ALL[2:], *EXPERTS[2:]),
     ),
     fault(
         "no barrier before the ticket",
         signals,
         "    tl.debug_barrier()\n    last =",
         "    last =",
-        (*GATHERS[:1], *EXPERTS[1:]),
+        (*GATHERS[:1], *EXPERTS[2:]),
         barrier=True,
     ),
     fault(

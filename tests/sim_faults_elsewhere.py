@@ -357,7 +357,7 @@ IN_NORMS = [
     ),
 ]
 
-DISPATCH, COMBINE = EXPERTS[:1], EXPERTS[1:]
+DISPATCH, IN_FP8, COMBINE = EXPERTS[:1], EXPERTS[1:2], EXPERTS[2:]
 
 IN_EXPERTS = [
     fault(
@@ -389,6 +389,14 @@ IN_EXPERTS = [
         "tl.load(shown + slots,",
         "tl.load(shown + slots // 2,",
         DISPATCH,
+        AssertionError,
+    ),
+    fault(
+        "scales of another row are pulled",
+        pulled_rows,
+        "tl.load(pull.table.rows + rows, mask=inside, other=0), mask=inside)",
+        "tl.load(pull.table.rows + rows, mask=inside, other=0) // 2, mask=inside)",
+        IN_FP8,
         AssertionError,
     ),
     fault(

@@ -385,7 +385,8 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--publish", action="store_true",
-        help="then copy figures into bench/results, tables into kernels/tuned, the page to docs",
+        help="then copy figures into bench/results, tuned launches into kernels/tuned, the page to "
+        "docs; without a GPU, of the results in DIR",
     )  # fmt: skip
     return parser
 
@@ -426,6 +427,8 @@ def main(argv: Sequence[str] | None = None, begun: float | None = None) -> int:
     elif not args.resume and (folder / FILES[0]).exists() and not args.case:
         parser.error(f"--out {folder} has results already: --resume {folder} goes on from them")
     if nothing:
+        found = read_record(folder / FILES[0])
+        gpu_page.write(folder, found.runs, found.found)
         gpu_page.publish(folder, ROOT)
         return 0
     # Gloo would look for the host's name in a network that there may not be.

@@ -34,6 +34,7 @@ from weft.bench.suites.ops import TOLERANCE
 from weft.collectives.ranks.group import resolve
 from weft.dtensor import DeviceMesh, DTensor, Partial, Shard
 from weft.kernels import route, zigzag_sizes
+from weft.kernels.engine.fp8 import Quantize, magnitudes, quantized
 from weft.kernels.flash.geometry import to_zigzag
 from weft.kernels.matmul import copy_engines
 from weft.settings import Engine
@@ -281,7 +282,7 @@ def _decode(place: Place, *, shard: str) -> RankCall:
     return RankCall(inputs, op, oracle, 4e-2)
 
 
-def _experts(place: Place) -> RankCall:
+def _experts(place: Place, *, quantize: Quantize | None = None) -> RankCall:
     """A mixture of two experts a rank: dispatch with SwiGLU, combine, and their gradients."""
     W, T, K, N = place.world_size, 64, 256, 192
     if place.small:
@@ -290,6 +291,10 @@ def _experts(place: Place) -> RankCall:
     ids = [place.drawn(700 + r, T, 2).abs().mul(8).long() % (E + 1) - 1 for r in range(W)]
     routing = route(ids[place.rank], E)
     xs = [[place.drawn(10 * i + r, T, K) for r in range(W)] for i in range(SETS)]
+    if quantize:  # rows that it leaves as they are
+        for each in xs:
+            made = [quantized(x, magnitudes(x)) for x in each]
+            each[:] = [(rows.float() * scales).to(each[0].dtype) for rows, scales in made]
     gates = [place.drawn(800 + r, T, 2, dtype=torch.float32) for r in range(W)]
     gate, up = (place.drawn(900 + i, E, K, N) * K**-0.5 for i in (0, 1))
     down = place.drawn(902, E, N, K) * N**-0.5
@@ -297,7 +302,9 @@ def _experts(place: Place) -> RankCall:
 
     def op(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Tensors:
         leaves = [t.detach().requires_grad_() for t in (x, gates[place.rank], gate, up, down)]
-        h, _ = weft.dispatch_grouped_matmul(leaves[0], routing, leaves[2:4], activation="swiglu")
+        h, _ = weft.dispatch_grouped_matmul(
+            leaves[0], routing, leaves[2:4], activation="swiglu", quantize=quantize
+        )
         y = weft.grouped_matmul_combine(h, leaves[4], leaves[1], routing)
         return [y.detach(), *torch.autograd.grad(y, leaves, dys[place.rank])]
 
@@ -378,6 +385,7 @@ CALLS: dict[str, Callable[[Place], RankCall]] = {
     "matmul_all_reduce-few": partial(_sums, name="matmul_all_reduce", rows=4),
     "norm": _norm,
     "experts": _experts,
+    "experts-fp8": partial(_experts, quantize="fp8"),
     "ring_attention": partial(_attention, name="ring_attention"),
     "ring_attention-host": partial(_attention, name="ring_attention", engine="host"),
     "ulysses_attention": partial(_attention, name="ulysses_attention"),

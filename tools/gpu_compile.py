@@ -72,7 +72,7 @@ def run(plan: StepPlan, report: GpuReport) -> None:
 
 def units(name: str, plan: StepPlan) -> list[Unit]:
     """What a case of the step compiles."""
-    from weft.bench.solo import sweep
+    from tools.gpu_figures import launches_of
 
     device = torch.device(plan.device)
     if name == "solo":
@@ -89,10 +89,10 @@ def units(name: str, plan: StepPlan) -> list[Unit]:
         ]
     if name == "tune":
         return [
-            (f"{each}, {number}", partial(sweep.compile_choice, spec, choice, device))
+            unit
             for each, spec in [*tune_specs(plan.quick).items()][:_SEARCHES]
             if plan.has(each)
-            for number, choice in enumerate(sweep.choices_of(spec, device)[1])
+            for unit in launches_of(each, spec, device)
         ]
     small = _small() if name == "threads" else []  # of its case with the sanitizer
     return [

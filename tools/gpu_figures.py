@@ -82,7 +82,7 @@ def _check(case: Any) -> None:
 
 def tune(plan: StepPlan, report: GpuReport) -> None:
     """A search for each problem; its launches are compiled first, if they are not yet."""
-    from weft.bench.solo import sweep
+    from weft.bench.solo import attention_tiles, sweep
     from weft.bench.solo.compiling import Compilers
 
     device, specs = _device(plan), tune_specs(plan.quick)
@@ -96,18 +96,30 @@ def tune(plan: StepPlan, report: GpuReport) -> None:
             report.launches.noting(lambda: 1),
         ):
             if device.type == "cuda":
-                _, choices = sweep.choices_of(spec, device)
                 compilers.run(
-                    [
-                        (str(number), partial(sweep.compile_choice, spec, choice, device))
-                        for number, choice in enumerate(choices)
-                    ],
+                    launches_of(name, spec, device),
                     time.monotonic() + min(report.left_s, case_s(plan.step, name, plan.device)) / 2,
                 )
+            if spec.params["op"] == "ring_attention":
+                found["tuned"] = attention_tiles.search(spec, device, _say)
+                continue
             entry, trials = sweep.search(spec, device, Path(plan.folder), _say)
             failed = [trial.failure for trial in trials if trial.failure]
             found["tuned"] = entry | {"tried": len(trials), "failed": failed}
     compilers.close()
+
+
+def launches_of(name: str, spec: Any, device: torch.device) -> list[Any]:
+    """What a search launches, to be compiled: names, and what compiles them."""
+    from weft.bench.solo import attention_tiles, sweep
+
+    if spec.params["op"] == "ring_attention":
+        tiles = attention_tiles.choices_of(spec, device)
+        units = [partial(attention_tiles.compile_choice, spec, each, device) for each in tiles]
+    else:
+        _, choices = sweep.choices_of(spec, device)
+        units = [partial(sweep.compile_choice, spec, choice, device) for choice in choices]
+    return [(f"{name}, {number}", unit) for number, unit in enumerate(units)]
 
 
 def _say(text: str) -> None:

@@ -20,6 +20,8 @@ from weft.kernels.engine import tuning
 from weft.markdown import markdown_lines
 
 _Found = Mapping[tuple[str, str], Mapping[str, Any]]
+_ATTENTION = ("flash", "cuDNN")
+_NEAR = 0.5  # a bound tells nothing of a problem of which the library reaches less than this
 
 
 def where(device: str) -> dict[str, Any]:
@@ -81,7 +83,7 @@ def write(folder: Path, runs: Sequence[Mapping[str, Any]], found: _Found) -> Non
     here = dict(runs[-1])
     # Figures of another chip are measured again.
     kept = {key: entry for key, entry in found.items() if _is_of(here, *key, entry)}
-    rows = [Case.from_dict(dict(entry["row"])) for entry in kept.values() if "row" in entry]
+    rows = [_row(entry) for entry in kept.values() if "row" in entry]
     cases = [case for case in rows if case.suite != "solo"]
     solo = _joined([case for case in rows if case.suite == "solo"])
     here["ranks"] = max([case.params.get("ranks", 1) for case in cases], default=1)
@@ -94,6 +96,16 @@ def write(folder: Path, runs: Sequence[Mapping[str, Any]], found: _Found) -> Non
         )
         rates.write(folder, solo)
     (folder / "page.md").write_text(page(folder, runs, kept, result))
+
+
+def _row(entry: Mapping[str, Any]) -> Case:
+    """A figure, ours beside the quickest that a user has without weft."""
+    case = Case.from_dict(dict(entry["row"]))
+    case.beside_quickest([name for name in case.variants if name in _ATTENTION])
+    peer = case.fraction(case.peer) if case.peer in case.timed else None
+    if peer is not None and peer < _NEAR:
+        case.bounds.clear()
+    return case
 
 
 def _is_of(run: Mapping[str, Any], step: str, case: str, entry: Mapping[str, Any]) -> bool:
@@ -114,16 +126,23 @@ def _joined(cases: Sequence[Any]) -> list[Any]:
 def page(folder: Path, runs: Sequence[Mapping[str, Any]], found: _Found, result: Any) -> str:
     """All that is known, as Markdown."""
     here = runs[-1]
-    name = here["gpus"][0]["name"] if here["gpus"] else here["cpu"]
-    commits = ", ".join(dict.fromkeys(run["commit"] for run in runs if run["commit"]))
+    gpu = here["gpus"][0] if here["gpus"] else {"name": here["cpu"]}
+    told = [
+        f"{max(1, len(here['gpus']))} x {gpu['name']}",
+        *(f"{name} {gpu[key]}" for name, key in _OF_GPU.items() if key in gpu),
+        *(f"{name} {here[name]}" for name in ("torch", "triton")),
+        f"Python {here['python']}",
+    ]
     lines = [
-        "# On a GPU",
+        "# What ran on a GPU",
         "",
-        f"`make gpu` wrote this page: {max(1, len(here['gpus']))} x {name}, torch {here['torch']}, "
-        f"triton {here['triton']}, Python {here['python']}, {here['date'][:10]}, "
-        f"commit {commits or '-'}. Ranks that share a chip are proven there, never timed.",
+        f"{', '.join(told)}. `make gpu` wrote this page: what its steps do, and how to run them, "
+        "is in [bench.md](bench.md#on-a-gpu). Ranks that share a chip are proven there, against "
+        "oracles in float64, and never timed; steps that have not run prove nothing.",
         "",
         *_steps(found),
+        *_slices(runs),
+        *_proven(runs, found),
         *_failures(found),
         *solo_page.lines(folder / "solo.json"),
         *_tuned(found),
@@ -135,18 +154,63 @@ def page(folder: Path, runs: Sequence[Mapping[str, Any]], found: _Found, result:
         lines += [f"- {line}" for line in (*table.summary, *table.notes)]
     if result.cases:
         lines += ["", f"{LEGEND} Every time is of a result that was right."]
+    lines += _origins(runs, found)
     return "\n".join(lines) + "\n"
+
+
+_OF_GPU = {"memory": "memory.total", "driver": "driver_version"}
 
 
 def _steps(found: _Found) -> list[str]:
     rows = []
-    for step in STEPS:
-        ends = [entry for (of, _), entry in found.items() if of == step]
+    for step in STEPS.values():
+        ends = [entry for (of, _), entry in found.items() if of == step.name]
         kinds = [entry["outcome"] for entry in ends]
         counts = [str(kinds.count(kind) or "") for kind in ("passed", "failed", "skipped", "cut")]
         seconds = sum(entry["seconds"] for entry in ends)
-        rows.append([step, *counts, figure(seconds) if ends else "not run"])
-    return markdown_lines(["step", "passed", "failed", "skipped", "cut", "seconds"], rows)
+        rows.append([step.name, step.about, *counts, figure(seconds) if ends else "not run"])
+    header = ["step", "what", "passed", "failed", "skipped", "cut", "seconds"]
+    return markdown_lines(header, rows, texts=2)
+
+
+def _slices(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    rows = [
+        [run["date"].replace("T", " ")[:16], run["commit"] or "-", run.get("sources", "-")]
+        for run in runs
+    ]
+    return ["", *markdown_lines(["slice, UTC", "commit", "digest of the sources"], rows, texts=3)]
+
+
+def _commit(runs: Sequence[Mapping[str, Any]], entry: Mapping[str, Any]) -> str:
+    """The commit that an outcome is of."""
+    of = entry.get("sources")
+    return next((str(run["commit"]) for run in runs if of and run.get("sources") == of), "") or "-"
+
+
+def _listed(names: Mapping[str, Sequence[str]]) -> list[str]:
+    return [f"- {of}: {', '.join(each)}" for of, each in names.items()]
+
+
+def _proven(runs: Sequence[Mapping[str, Any]], found: _Found) -> list[str]:
+    """What was right, by step, by how its calls were made, and by commit."""
+    names: dict[str, list[str]] = {}
+    for (step, case), entry in found.items():
+        if entry["outcome"] == "passed" and step in ("proof", "threads", "processes"):
+            way, _, call = case.rpartition("/")
+            of = f"{' '.join(filter(None, (step, way)))}, commit {_commit(runs, entry)}"
+            names.setdefault(of, []).append(call)
+    return ["", "## What was right", "", *_listed(names)] if names else []
+
+
+def _origins(runs: Sequence[Mapping[str, Any]], found: _Found) -> list[str]:
+    """Which commit each figure is of."""
+    names: dict[str, list[str]] = {}
+    for (_, case), entry in found.items():
+        if "row" in entry:
+            names.setdefault(_commit(runs, entry), []).append(case)
+    if not names:
+        return []
+    return ["", "Figures by commit; kernels may have changed since:", "", *_listed(names)]
 
 
 def _tuned(found: _Found) -> list[str]:
@@ -177,7 +241,10 @@ def _failures(found: _Found) -> list[str]:
 
 
 def publish(folder: Path, root: Path) -> None:
-    """Copy what a run has found to where the repository keeps it."""
+    """Copy what a run has found to where the repository keeps it.
+
+    Not the kernels' rates, by which `auto` chooses: of a few cases they would be no more than that.
+    """
     lines = (folder / "outcomes.jsonl").read_text().splitlines()
     chip = next(json.loads(line)["run"]["chip"] for line in lines if line.startswith('{"run"'))
     results = root / "bench" / "results"
@@ -191,11 +258,9 @@ def publish(folder: Path, root: Path) -> None:
             shutil.copyfile(folder / name, to)
             print(f"wrote {to}")
     own = root / "kernels" / "tuned"
-    for table in (*folder.glob("sm_*.json"), *folder.glob("gfx*.json")):  # of rates, too
-        own.mkdir(exist_ok=True)
-        if table.name.endswith(".rates.json"):
-            shutil.copyfile(table, own / table.name)
-        else:  # what is tuned for other problems stays
+    for table in (*folder.glob("sm_*.json"), *folder.glob("gfx*.json")):
+        if not table.name.endswith(".rates.json"):  # what is tuned for other problems stays
+            own.mkdir(exist_ok=True)
             entries = json.loads(table.read_text())["entries"]
             tuning.write(own / table.name, table.name.removesuffix(".json"), entries)
-        print(f"wrote {own / table.name}")
+            print(f"wrote {own / table.name}")

@@ -7,7 +7,8 @@
     threads     2, 4 and 8 ranks as threads: late ranks, graphs, streams, all calls mixed; small
                 calls under compute-sanitizer
     processes   2 ranks as processes that share the chip
-    tune        launches of the fused matmuls, by one rank of 8 on the whole chip, into a table
+    tune        tiles of attention; launches of the fused matmuls, by one rank of 8 on the whole
+                chip, into a table
     ranks       every fused op beside its unfused self, a GPU a rank: where there are several
 
 What a step's process does is in `tools.gpu_process`.
@@ -54,7 +55,7 @@ STEPS = {
         GpuStep("solo", "kernels of one rank of W on the whole chip", 6, 90, 2, figures=True),
         GpuStep("threads", "2, 4, 8 ranks as threads: late, in graphs, on streams, mixed", 4),
         GpuStep("processes", "2 ranks as processes", 1.5),
-        GpuStep("tune", "launches of the fused matmuls", 4, 150, 2, figures=True),
+        GpuStep("tune", "launches of attention and of the fused matmuls", 4, 150, 2, figures=True),
         GpuStep("ranks", "a GPU a rank: fused ops beside unfused ones", 10, 120, figures=True),
     )
 }
@@ -146,10 +147,11 @@ def solo_parts(quick: bool) -> dict[str, tuple[Any, str]]:
 
 
 def tune_specs(quick: bool) -> dict[str, Any]:
-    """The problems whose launches are searched."""
-    from weft.bench.solo import sweep
+    """The problems whose launches are searched: fused matmuls for a table, attention to be read."""
+    from weft.bench.solo import attention_tiles, sweep
 
-    return {spec.name: spec for spec in sweep.specs(quick)[: 3 if quick else None]}
+    matmuls = sweep.specs(quick)[: 3 if quick else None]
+    return {spec.name: spec for spec in (*attention_tiles.specs(quick), *matmuls)}
 
 
 def suites_of(step: str) -> Sequence[Any]:

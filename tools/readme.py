@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from weft.bench.rows import Case, Result, geometric_mean
+from weft.kernels.engine.tuning import OPS
 from weft.markdown import between_marks, markdown_lines
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,6 +30,7 @@ def table(results: Path = ROOT / "bench" / "results") -> str:
         ),
         "",
         f"{_collectives(collectives.cases)} {_loss(loss.cases)}",
+        *_on_gpus(results),
     ]
     return "\n".join(lines)
 
@@ -53,6 +55,50 @@ def _collectives(cases: list[Case]) -> str:
 def _loss(cases: list[Case]) -> str:
     mean = geometric_mean(_gains(cases))
     return f"Cross-entropy of sharded logits: {mean:.1f} times as quick as torch's DTensor."
+
+
+def _on_gpus(results: Path) -> list[str]:
+    """A line for each chip that `make gpu` has measured: ours beside the quickest library."""
+    lines = []
+    for record in sorted(results.glob("*.outcomes.jsonl")):
+        chip = record.name.partition(".")[0]
+        files = [results / f"{chip}{kind}.json" for kind in ("", ".solo")]
+        runs = [Result.read(file) for file in files if file.exists()]
+        groups: dict[tuple[str, str], list[Case]] = {}
+        for case in (case for run in runs for case in run.cases):
+            if (what := _kind(case)) and case.gain is not None:
+                groups.setdefault((what, case.peer), []).append(case)
+        told = [
+            f"{what} at {_range(_gains(cases))} of {_LIBRARY.get(peer, peer)}"
+            for (what, peer), cases in groups.items()
+        ]
+        name = runs[0].environment["gpus"][0]["name"]
+        lines.append(
+            f"One rank on one {name}, bf16, speed relative to the quickest library: "
+            f"{', '.join(told)} ([what ran, and what has not](docs/gpu.md))."
+        )
+    return lines
+
+
+_LIBRARY = {"torch.mm": "cuBLAS"}
+
+
+def _kind(case: Case) -> str:
+    """What a figure of one rank is of; empty if it is none that the README tells."""
+    p = case.params
+    if p.get("dtype") != "bfloat16" or p.get("epilogue"):
+        return ""
+    if case.suite == "matmul":
+        return "matmuls from 1024 rows" if p["M"] >= 1024 else "matmuls of fewer rows"
+    if case.suite == "local attention":
+        return f"attention {p['step']}"
+    is_fused = case.suite == "solo" and p["op"] in OPS and p["M"] >= 1024
+    return "fused matmuls as one rank of 8" if is_fused and p["ranks"] == 8 else ""
+
+
+def _range(gains: list[float]) -> str:
+    low, high = f"{min(gains):.2f}", f"{max(gains):.2f}"
+    return low if low == high else f"{low} to {high}"
 
 
 def _gains(cases: list[Case]) -> list[float]:

@@ -205,6 +205,7 @@ class _Measurement:
             if captures and (replay := self._attempt("graph", self._graph)) is not None:
                 calls["graph"] = replay, self._cold
             self._time(calls)
+            self.case.beside_quickest(ran)
             self.case.variants[MAIN].error = error
             self.world.post()
             self._compare(self.run())  # still

@@ -127,6 +127,8 @@ class Group:
         why: why symmetric memory does not reach; empty where it does.
         virtual: what runs the ranks if they are not processes.
         calls: notes the calls of this rank, and reads those of all.
+        hosts: the ranks of each of several hosts, by their numbers in the group; empty if all are
+            on one.
     """
 
     pg: Any
@@ -137,6 +139,7 @@ class Group:
     why: str = ""
     virtual: VirtualRanks | None = None
     calls: flight.Calls = field(default_factory=flight.Calls)
+    hosts: tuple[tuple[int, ...], ...] = ()
 
     @property
     def backend(self) -> Literal["posix", "cuda", "virtual"] | None:
@@ -416,7 +419,11 @@ def _describe(pg: dist.ProcessGroup) -> Group:
     own.joined(calls.group, ranks, rank)
     if several:
         why = "its ranks are on several hosts (or in containers that do not share processes)"
-        return Group(pg, rank, world_size, ranks, (), why, calls=calls)
+        on: dict[str, list[int]] = {}
+        for peer, process in enumerate(processes):
+            on.setdefault(process.host, []).append(peer)
+        hosts = tuple(map(tuple, on.values()))
+        return Group(pg, rank, world_size, ranks, (), why, calls=calls, hosts=hosts)
     if moves_gpu_tensors(pg) and (why := why_gpus_do_not_reach(unknown_yet)):
         return Group(pg, rank, world_size, ranks, (), why, calls=calls)
     return Group(pg, rank, world_size, ranks, tuple(processes), calls=calls)

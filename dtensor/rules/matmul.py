@@ -6,11 +6,11 @@ import string
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.dtensor.dispatch.call import Choices, Decomposed, OpCall, Strategy, leaves, rule
-from weft.dtensor.layout.boxes import Layout, is_shard, moved, pieces_of, shard_dim
+from weft.dtensor.layout.boxes import Layout, distinct, is_shard, moved, pieces_of, shard_dim
 
 
 def contraction(
@@ -216,6 +216,53 @@ def grouped_product(call: OpCall) -> Choices:
     # A rank holds one run of what a plain shard cuts.
     plain = [s for s in strategies if all(pieces_of(p) == 1 for p in s.inputs)]
     return Choices(plain, localize)
+
+
+def grouped_weight_grad(
+    x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor
+) -> torch.Tensor:
+    """(R, K), (R, N) -> (G, K, N): gradient of `_grouped_mm`'s `weight`, with strides like that."""
+    x, grad = _with_aligned_rows(x), _with_aligned_rows(grad)
+    if weight.stride(-2) == 1:
+        return torch._grouped_mm(grad.t(), x, offs=ends).mT
+    return torch._grouped_mm(x.t(), grad, offs=ends)
+
+
+@rule("grouped_weight_grad")
+def _grouped_weight_grad(call: OpCall) -> Choices:
+    """Of whole rows, only that of the groups whose weights this rank has."""
+    strategies: list[Strategy] = []
+    replicate = Replicate()
+    for w in distinct(call.inputs[2].placements):
+        if w == Shard(0):
+            strategies.append(Strategy((replicate, replicate, w, replicate), (w,)))
+        strategies += [
+            Strategy((*s.inputs[:2], w, replicate), s.outputs)
+            for s in contraction(call, "rk", "rn", "gkn").strategies
+            if all(pieces_of(p) == 1 for p in s.inputs)
+        ]
+
+    def localize(call: OpCall, inputs: list[Layout], outputs: list[Layout]) -> Any:
+        (start, size), shape = (
+            (inputs[0].offset[0], inputs[0].local_shape[0]),
+            outputs[0].local_shape,
+        )
+        groups, count = outputs[0].offset[0], shape[0]
+
+        def run(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, ends: Any) -> Any:
+            if not x.numel() or not grad.numel() or not count:
+                return grad.new_zeros(shape)
+            ends = (ends - start).clamp(0, size)
+            if 0 in outputs[0].cut_dims:  # the rows of this rank's groups come first
+                before = ends[groups - 1] if groups else 0
+                ends = ends[groups : groups + count] - before
+                rows = (torch.arange(size, device=ends.device) + before) % size
+                x, grad = x.index_select(0, rows), grad.index_select(0, rows)
+            return grouped_weight_grad(x, grad, weight, ends)
+
+        return run
+
+    return Choices(strategies, localize)
 
 
 def _with_aligned_rows(t: torch.Tensor) -> torch.Tensor:

@@ -92,7 +92,8 @@ def ulysses_attention(
         return (out, lse) if return_lse else out
     inner = resolve(group)
     check_tensors(q, k, v, layout)
-    H, engine = q.shape[1], settings.current_engine()
+    H = q.shape[1]
+    engine: str = settings.current_engine()
     if ring_group is None:
         if layout != "contiguous":
             raise ValueError(

@@ -530,15 +530,22 @@ def _expert_gather_launches(
     down: torch.Tensor,
     table: RowTable,
 ) -> Iterator[tuple[str, Launch]]:
-    """Sums kept for the backward, the gradient of combine's h, and rows alone."""
+    """Sums kept for the backward, the gradient of combine's h, rows alone, and rows in fp8."""
     gates = empty(tokens, _TOP_K, dtype=torch.float32)
-    gathers_of: list[tuple[str, list[torch.Tensor], Activation | None, torch.Tensor | None]] = [
-        ("experts, kept", [w, w], "swiglu", None),
-        ("d(down of experts)", [down.transpose(1, 2)], None, gates),
-        ("experts, rows fetched", [], None, None),
-        ("experts, rows fetched", [], None, gates),
+    gathers_of: list[
+        tuple[str, list[torch.Tensor], Activation | None, torch.Tensor | None, bool]
+    ] = [
+        ("experts, kept", [w, w], "swiglu", None, False),
+        ("d(down of experts)", [down.transpose(1, 2)], None, gates, False),
+        ("experts, rows fetched", [], None, None, False),
+        ("experts, rows fetched", [], None, gates, False),
     ]
-    for case, weights, activation, numbers in gathers_of:
+    if chips.chip_of(w.device).fp8:
+        gathers_of += [
+            ("experts, fp8 rows", [w, w], "swiglu", None, True),
+            ("experts, fp8 rows fetched", [], None, None, True),
+        ]
+    for case, weights, activation, numbers, quantize in gathers_of:
         with catching(expert_launch, gathers) as caught:
             expert_launch.launch_dispatch(
                 empty(tokens, w.shape[1]),
@@ -547,10 +554,11 @@ def _expert_gather_launches(
                 table,
                 [tokens] * _W,
                 activation=activation,
-                keep_sums=activation is not None,
+                keep_sums=activation is not None and not quantize,
                 numbers=numbers,
+                quantize=quantize,
             )
-        yield case, caught[-1]
+        yield from ((case, launch) for launch in caught[0 if quantize else -1 :])
 
 
 def _scaling(dtype: torch.dtype, rows: int, widths: Sequence[int]) -> Scaling | None:

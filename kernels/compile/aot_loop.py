@@ -20,6 +20,13 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.kernels.compile.aot_cases import Launch
+from weft.kernels.compile.loop_clock import (
+    NO_CONTROL,
+    Instruction,
+    left_in_flight,
+    matrix_cycles,
+    step_cycles,
+)
 from weft.kernels.compile.plain import plain_attention_kernel, plain_matmul_kernel
 from weft.kernels.engine.chips import Chip, tiling_for
 from weft.markdown import between_marks, markdown_lines
@@ -44,7 +51,9 @@ _KINDS = {
     "ffma": r"FFMA|v_(pk_)?fma(c|_f32)",
     "special": r"MUFU|v_exp|v_rcp|v_log",
 }
-_SASS = re.compile(r"/\*([0-9a-f]{4,})\*/\s+([^;]*?)\s*;")
+_SASS = re.compile(
+    r"/\*([0-9a-f]{4,})\*/\s+([^;]*?)\s*;(?:\s*/\* 0x\w+ \*/\s*/\* 0x([0-9a-f]{16}) \*/)?"
+)
 _PREDICATE = re.compile(r"@!?U?P\w+\s+")
 _DOT = re.compile(r"ttng\.warp_group_dot |tt\.dot |tt\.dot_scaled |ttng\.tc_gen5_mma ")
 _LOADED = re.compile(r"async_tma_copy_global|async_copy_global|tt\.load|buffer_load")
@@ -65,8 +74,9 @@ class LoopReport:
         tensor_cycles: in which the matrix units could do the step.
         issue_cycles: in which the schedulers could start its instructions, or the special units do
             its exponentials, whichever takes longer.
-        rate: of the matrix units' peak, at most: `tensor_cycles` by the longer of the two or, if
-            instructions wait for `pending` groups, by the cycles of `_steady`.
+        cycles: that a step takes: the longer of the two or, if instructions wait for `pending`
+            groups, those of `loop_clock.step_cycles`.
+        rate: of the matrix units' peak: `tensor_cycles` by `cycles`.
     """
 
     case: str
@@ -91,26 +101,20 @@ class LoopReport:
     special: int
     tensor_cycles: int
     issue_cycles: int
+    cycles: int
     rate: float
 
 
-@dataclass(frozen=True)
-class _Instruction:
-    text: str
-    target: int | None  # number of the instruction that a branch goes to
-    falls: bool  # whether the next one can follow
-
-
-def instructions(text: str) -> list[_Instruction]:
+def instructions(text: str) -> list[Instruction]:
     """The instructions of a disassembly (SASS), or of AMD's assembly, with where each can go."""
-    lines: list[tuple[str, str | None]] = []
+    lines: list[tuple[str, str | None, str]] = []
     labels: dict[str, int] = {}
     sass = _SASS.findall(text)
     if sass:
-        for address, line in sass:
+        for address, line, control in sass:
             labels[hex(int(address, 16))] = len(lines)
             found = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)$", line)
-            lines.append((line, hex(int(found[1], 16)) if found else None))
+            lines.append((line, hex(int(found[1], 16)) if found else None, control))
     else:
         for raw in text.splitlines():
             line = raw.split(";")[0].strip()
@@ -118,10 +122,15 @@ def instructions(text: str) -> list[_Instruction]:
                 labels[found[1]] = len(lines)
             elif line and line[0] not in ".#/":
                 found = re.match(r"s_c?branch\w*\s+(\S+)", line)
-                lines.append((line, found[1] if found else None))
+                lines.append((line, found[1] if found else None, ""))
     return [
-        _Instruction(line, labels.get(target) if target else None, not _ends(line))
-        for line, target in lines
+        Instruction(
+            line,
+            labels.get(target) if target else None,
+            not _ends(line),
+            int(control, 16) if control else NO_CONTROL,
+        )
+        for line, target, control in lines
     ]
 
 
@@ -130,7 +139,7 @@ def _ends(line: str) -> bool:
     return bool(re.match(r"(BRA\S* 0x|EXIT|RET|s_branch|s_endpgm)", line))
 
 
-def step(code: Sequence[_Instruction]) -> list[str]:
+def step(code: Sequence[Instruction]) -> list[Instruction]:
     """The instructions of one step of the main loop; none if nothing in a loop multiplies."""
     best: tuple[float, list[int]] = 0.0, []
     seen: set[int] = set()
@@ -139,10 +148,10 @@ def step(code: Sequence[_Instruction]) -> list[str]:
             seen.update(cycle)
             work = sum(_work(code[j].text) for j in cycle) / len(cycle)
             best = max(best, (work, cycle))
-    return [code[i].text for i in best[1]]
+    return [code[i] for i in best[1]]
 
 
-def _shortest_cycle(code: Sequence[_Instruction], start: int) -> list[int]:
+def _shortest_cycle(code: Sequence[Instruction], start: int) -> list[int]:
     """The numbers of the instructions from `start` until it comes again."""
     before = dict.fromkeys(_next(code, start), start)
     queue = deque(before)
@@ -163,7 +172,7 @@ def _shortest_cycle(code: Sequence[_Instruction], start: int) -> list[int]:
     return [start, *reversed(found[1:])]
 
 
-def _next(code: Sequence[_Instruction], i: int) -> Iterator[int]:
+def _next(code: Sequence[Instruction], i: int) -> Iterator[int]:
     if code[i].falls and i + 1 < len(code):
         yield i + 1
     if (target := code[i].target) is not None:
@@ -183,49 +192,6 @@ def _work(line: str) -> int:
     if found := re.search(r"MMA\.16(8)(8|16|32)\b", line):
         return 16 * int(found[1]) * int(found[2])
     return 1
-
-
-def _left_in_flight(line: str) -> int | None:
-    """How many groups of matrix instructions a wait for them leaves in flight; None: no wait."""
-    found = re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x\w+)", line)
-    return int(found[1], 16) if found else None
-
-
-def _slowed(line: str) -> float:
-    """How much longer a matrix instruction takes if its operands come from shared memory.
-
-    Of 64 rows and N columns it takes N / 2 cycles; at 128 bytes a cycle its rows, unless they are
-    in registers, take 16, and its columns N / 4.
-    """
-    found = re.search(r"GMMA\.64x(\d+)x\d+\S* R\d+, gdesc", line)
-    return max(1.0, 0.5 + 32 / int(found[1])) if found else 1.0
-
-
-def _steady(lines: Sequence[str], tensor: float, each: float) -> float:
-    """Cycles from one step to the next, where a step's matrix instructions take `tensor` cycles.
-
-    They run one after another, beside the instructions after them, up to the wait for their group.
-    An instruction takes `each` cycles, or an exponential as many as the special units need; a
-    narrow matrix instruction as many as shared memory needs to give its operands.
-    """
-    whole = sum(map(_work, lines))
-    now = free = before = 0.0  # the schedulers, the matrix units, and where the last step ended
-    groups: deque[float] = deque()  # when each that was begun ends
-    for _ in range(3):
-        before, issued, special = now, now, now
-        for line in lines:
-            issued += each
-            if _is("special", line):
-                special = max(special + _SPECIAL * each, issued)
-            if work := _work(line):
-                free = max(free, issued) + tensor * work / whole * _slowed(line)
-                if "gsb0" in line:
-                    groups.append(free)
-            if (left := _left_in_flight(line)) is not None:
-                while len(groups) > left:
-                    issued = max(issued, special, groups.popleft())
-        now = max(issued, special)
-    return now - before
 
 
 def work_of_step(ttgir: str) -> tuple[int, int]:
@@ -258,19 +224,24 @@ def report(
     case: str, kernel: str, chip: Chip, dtype: torch.dtype, warps: int, text: str, ttgir: str
 ) -> LoopReport | None:
     """The report of a compiled kernel, of its machine code and its TTGIR; None: no such loop."""
-    lines = step(instructions(text))
+    found = step(instructions(text))
+    lines = [each.text for each in found]
     flops, loaded = work_of_step(ttgir)
     if not lines or not flops or dtype == torch.float32:
         return None
     counts = {kind: sum(_is(kind, line) for line in lines) for kind in _KINDS}
-    pending = tuple(left for left in map(_left_in_flight, lines) if left is not None)
+    pending = tuple(left for left in map(left_in_flight, lines) if left is not None)
     tensor = flops / (_FLOPS[chip.name] * (2 if dtype.itemsize == 1 else 1))
     each = warps / _SCHEDULERS
     if chip.is_amd:  # other kinds are started beside the vector instructions of other warps
         busy = _VECTOR * sum(bool(re.match("v_(?!mfma)", line)) for line in lines) * each
     else:
         busy = max(len(lines), _SPECIAL * counts["special"]) * each
-    taken = max(_steady(lines, tensor, each), busy) if pending else max(tensor, busy)
+    if pending:  # of wgmma
+        tensor = sum(matrix_cycles(line.name) for line in found) * each
+        taken = max(tensor, step_cycles(found, warps))
+    else:
+        taken = max(tensor, busy)
     return LoopReport(
         case=case,
         kernel=kernel,
@@ -283,6 +254,7 @@ def report(
         pending=pending,
         tensor_cycles=round(tensor),
         issue_cycles=round(busy),
+        cycles=round(taken),
         rate=round(tensor / taken, 3),
         **counts,
     )
@@ -321,7 +293,8 @@ def references(chip: Chip, dtype: torch.dtype) -> list[tuple[str, Launch]]:
 
 _COLUMNS = (
     "case", "kernel", "Mflop", "KiB", "instructions", "matrix", "pending", "TMA", "copies", "loads",
-    "shared", "barriers", "fences", "FMUL", "FADD", "FFMA", "special", "tensor", "issue", "rate",
+    "shared", "barriers", "fences", "FMUL", "FADD", "FFMA", "special", "tensor", "issue", "cycles",
+    "rate",
 )  # fmt: skip
 
 
@@ -331,7 +304,7 @@ def cells(r: LoopReport) -> list[str]:
     pending = ", ".join(f"{left}" if n == 1 else f"{n}x {left}" for left, n in waits.items())
     counts = (
         r.tma, r.copies, r.loads, r.shared, r.barriers, r.fences, r.fmul, r.fadd, r.ffma,
-        r.special, r.tensor_cycles, r.issue_cycles,
+        r.special, r.tensor_cycles, r.issue_cycles, r.cycles,
     )  # fmt: skip
     return [
         r.case, r.kernel, f"{r.flops / 1e6:.2f}", f"{r.loaded_bytes / 1024:.0f}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.collectives.device.device_math import cdiv
+from weft.collectives.device.device_math import cdiv, fp8_bits
 
 
 @triton.jit
@@ -34,6 +34,44 @@ def copy_block(
         offs_m, offs_n, inside = _place_of(number, across, rows, columns, BLOCK_M, BLOCK_N)
         tl.store(out_ptr + offs_m[:, None] * stride_om + offs_n[None, :], block, mask=inside)
         block = following
+
+
+@triton.jit
+def quantize_block(
+    out_ptr,  # of bytes
+    scales_ptr,
+    in_ptr,
+    rows,
+    columns,
+    stride_om,
+    stride_im,
+    stride_in,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """out[:rows, :columns] = in over the scale of its row, in e4m3, as `fp8.quantized` has them."""
+    across = tl.maximum(cdiv(columns, BLOCK_N), 1)
+    for number in range(cdiv(rows, BLOCK_M).to(tl.int32)):
+        first = number * across
+        largest = tl.full((BLOCK_M, BLOCK_N), 1.1754943508222875e-38, tl.float32)
+        for i in range(first, first + across):
+            block = _block_of(
+                in_ptr, i, across, rows, columns, stride_im, stride_in, BLOCK_M, BLOCK_N
+            )
+            place = _place_of(i, across, rows, columns, BLOCK_M, BLOCK_N)
+            values = tl.where(place[2], tl.abs(block.to(tl.float32)), 0.0)
+            largest = tl.maximum(largest, values)
+        scales = tl.reduce(largest, 1, tl.standard._elementwise_max) / 448.0
+        offs_m = _place_of(first, across, rows, columns, BLOCK_M, BLOCK_N)[0]
+        tl.store(scales_ptr + offs_m, scales, mask=offs_m < rows)
+        for i in range(first, first + across):
+            block = _block_of(
+                in_ptr, i, across, rows, columns, stride_im, stride_in, BLOCK_M, BLOCK_N
+            )
+            place = _place_of(i, across, rows, columns, BLOCK_M, BLOCK_N)
+            bits = fp8_bits(block.to(tl.float32) / scales[:, None])
+            into = out_ptr + offs_m[:, None] * stride_om + place[1][None, :]
+            tl.store(into, bits, mask=place[2])
 
 
 @triton.jit

@@ -13,7 +13,8 @@ Each remote byte crosses the link once, however many tiles read it. The rank's o
 `gathered` are written only if the caller wants them.
 
 Protocol
-  1. `_publish_kernel`, all programs: copy x into the rank's own half. Each takes a ticket; the last
+  1. `_publish_kernel`, all programs: copy x into the rank's own half, or quantize it to fp8 there,
+     which makes the scales. Each takes a ticket; the last
      one, which sees the stores of all (acquire), sets GENERATION = g and signals the word
      (0, rank, 0) of every peer's pad: release at system scope.
   2. `fetch_shards`, in copy program c of C: for the peers rank+1, rank+2, ...: wait for the peer's
@@ -45,8 +46,9 @@ from weft.collectives.device.launches import launching
 from weft.collectives.memory.workspace import Workspace, check_room, link_of
 from weft.collectives.ranks.pad import MAX_PROGRAMS
 from weft.kernels.device import splits
-from weft.kernels.device.copies import copy_block
+from weft.kernels.device.copies import copy_block, quantize_block
 from weft.kernels.device.operands import NO_SCALES, Scales, matrix
+from weft.kernels.engine.fp8 import FP8
 
 _MAX_PROGRAMS = signals.Constant(MAX_PROGRAMS)
 _PITCH = 16  # rows of a published shard start at multiples of this many elements
@@ -113,6 +115,7 @@ def _publish_kernel(
     COPY_M: tl.constexpr,
     COPY_N: tl.constexpr,
     SCALES: tl.constexpr,  # of a row
+    QUANTIZE: tl.constexpr = False,  # to fp8, with a scale for each row
 ) -> None:
     """Copy x into the own half of the next generation and tell every peer. Grid: any.
 
@@ -121,13 +124,19 @@ def _publish_kernel(
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     generation = signals.begin_call(link.signal_ptrs, rank)
-    dtype: tl.constexpr = x.ptr.dtype.element_ty
+    dtype: tl.constexpr = tl.uint8 if QUANTIZE else x.ptr.dtype.element_ty
     half = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, dtype)
     share = cdiv(rows, programs)
     first = tl.minimum(program * share, rows).to(tl.int64)
     count = tl.minimum(share, rows - first)
     into, source = half + first * pitch, x.ptr + first * x.stride_m
-    copy_block(into, source, count, columns, pitch, x.stride_m, x.stride_n, COPY_M, COPY_N)
+    if QUANTIZE:
+        scales = scales_ptr(link, rank, generation, scales_at) + first
+        quantize_block(
+            into, scales, source, count, columns, pitch, x.stride_m, x.stride_n, COPY_M, COPY_N
+        )
+    else:
+        copy_block(into, source, count, columns, pitch, x.stride_m, x.stride_n, COPY_M, COPY_N)
     if x_scales.ptr is not None:
         shown = scales_ptr(link, rank, generation, scales_at) + first * SCALES
         scales = x_scales.ptr + first * SCALES * x_scales.stride
@@ -278,15 +287,17 @@ def publish(
     x_scales: Scales = NO_SCALES,
     scales_at: int = 0,
     scales_a_row: int = 1,
+    quantize: bool = False,
 ) -> None:
     """Enqueue the start of the next call on `ws`: publish x (rows, columns) to all peers.
 
-    `x_scales` may have several numbers for each row, in turn.
+    `x_scales` may have several numbers for each row, in turn. `quantize`: in fp8, with scales that
+    are found here.
 
     Raises:
         ValueError: `ws` is too small.
     """
-    check_shard(ws, x.shape[0], pitch, x.dtype)
+    check_shard(ws, x.shape[0], pitch, FP8 if quantize else x.dtype)
     blocks = -(-max(x.shape[0], 1) // copy_m)
     launching(_publish_kernel, min(programs, blocks))(
         matrix(x),
@@ -301,5 +312,6 @@ def publish(
         COPY_M=copy_m,
         COPY_N=copy_n,
         SCALES=scales_a_row,
+        QUANTIZE=quantize,
         num_warps=8,
     )

@@ -1,8 +1,10 @@
-"""The three engines of a fused op, and the choice between them.
+"""The engines of a fused op, and the choice between them.
 
     triton    the fused kernel: compiled on a GPU, interpreted on a CPU (slow; for tests)
     host      torch.mm on peers' shards, in place through symmetric memory
     generic   a collective, then torch: always available
+    hosts     for a group over several hosts: one of these inside each, block by block, while the
+              process group moves the next one between them; "auto" alone takes it
 
 All ranks must choose the same engine, or they would wait for each other forever: the choice depends
 only on what every rank knows.
@@ -28,7 +30,10 @@ from weft.collectives.ranks.reports import check_all
 from weft.kernels.engine import fused_times, kernel_rates, tuning
 from weft.kernels.engine.chips import chip_of
 
-RunnableEngine = Literal["triton", "host", "generic"]
+RunnableEngine = Literal["triton", "host", "generic", "hosts"]
+
+# The ops that run in two levels.
+_OVER_HOSTS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 
 @dataclass(frozen=True)
@@ -155,6 +160,9 @@ def _cheapest(problem: Problem, group: Group, device: torch.device) -> tuple[Run
     fused: RunnableEngine = "triton" if group.on_gpus(device) else "host"
     supported, reason = is_supported(fused, problem, group, device)
     if not supported:
+        if _in_two_levels(problem, group):
+            ranks = " + ".join(str(len(each)) for each in group.hosts)
+            return "hosts", f"{ranks} ranks on {len(group.hosts)} hosts, fused inside each"
         return "generic", reason
     without = f"; not host: {problem.host_refusal}" if problem.host_refusal else ""
     if group.world_size == 1:
@@ -166,6 +174,13 @@ def _cheapest(problem: Problem, group: Group, device: torch.device) -> tuple[Run
     offered = [engine for engine in prices if engine != "host" or fused == "host" or by_library]
     best = min(offered, key=lambda engine: prices[engine].score)
     return best, f"{_compared(best, prices)}{without}"
+
+
+def _in_two_levels(problem: Problem, group: Group) -> bool:
+    """Scales of fp8 do not cross. Groups inside of hosts have ascending ranks."""
+    fits = not problem.refusal and problem.dtype != torch.float8_e4m3fn
+    ascending = list(group.ranks) == sorted(group.ranks)
+    return bool(group.hosts) and fits and ascending and problem.op in _OVER_HOSTS
 
 
 def _compared(best: RunnableEngine, prices: Mapping[RunnableEngine, Price]) -> str:

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from weft.kernels.engine.chips import chip_of
 
 FP8 = torch.float8_e4m3fn
+Quantize = Literal["fp8"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,12 @@ def quantized(x: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, tor
     """
     scales = largest.float().clamp(min=torch.finfo(torch.float32).tiny) / torch.finfo(FP8).max
     return (x.float() / scales).to(FP8), scales
+
+
+def check_quantize(quantize: str | None) -> None:
+    """Raise ValueError unless it is None or a `Quantize`."""
+    if quantize not in (None, "fp8"):
+        raise ValueError(f'quantize must be None or "fp8", got {quantize!r}')
 
 
 def scaling_of(

@@ -29,7 +29,7 @@ from weft.kernels.engine.engines import RunnableEngine, record_backward
 from weft.kernels.engine.local_matmul import check_wire, mm, partial_mm, sum_dtype
 from weft.kernels.experts.dispatch import engine_of, gradients
 from weft.kernels.experts.grouped import contract, grouped_matmul
-from weft.kernels.experts.routing import Routing
+from weft.kernels.experts.routing import Routing, check_weights
 from weft.kernels.experts.rows import Pull, Push, to_tokens, weighted_sum
 
 
@@ -112,14 +112,8 @@ def _combined(
     routing: Routing,
     wire_dtype: torch.dtype | None,
 ) -> torch.Tensor:
-    if weights is not None and (
-        weights.shape != routing.topk_ids.shape or not weights.is_floating_point()
-    ):
-        raise ValueError(
-            f"topk_weights must be floats {tuple(routing.topk_ids.shape)}, one for each of "
-            f"topk_ids, got {tuple(weights.shape)} {weights.dtype}"
-        )
     if weights is not None:
+        check_weights(weights, routing.topk_ids)
         # A softmax over no expert is NaN, of which 0 times is NaN.
         weights = weights.masked_fill(routing.topk_ids < 0, 0)
     y: torch.Tensor

@@ -25,6 +25,7 @@ from weft.collectives.custom_ops import (
     spread,
     world_of,
 )
+from weft.kernels.engine.fp8 import Quantize
 from weft.kernels.experts.combine import (
     Combine,
     combine,
@@ -100,10 +101,11 @@ def _dispatch(
     group_name: str,
     tensor_parallel_size: int = 1,
     keep: bool = False,
+    quantize: Quantize | None = None,
 ) -> list[torch.Tensor]:
-    call = _dispatch_call(x, weights, routing, group_name, tensor_parallel_size, keep)
+    call = _dispatch_call(x, weights, routing, group_name, tensor_parallel_size, keep, quantize)
     if call.engine == "generic":
-        (rows,) = generic_dispatch(x, [], call.routing, None)
+        (rows,) = generic_dispatch(call, x, [])
         made = [grouped_matmul(rows, w, call.routing.ends) for w in weights] or [rows]
         return [*made, rows] if keep else made
     saved = _Saved([True] * (1 + len(weights)))
@@ -117,11 +119,12 @@ def _dispatch_call(
     tensors: list[torch.Tensor],
     group_name: str,
     tp: int,
-    keep: bool = False,
+    keep: bool,
+    quantize: Quantize | None,
 ) -> DispatchCall:
     routing = check_routing(Routing.of_tensors(tensors, group_name, tp), x, *weights[:1])
-    engine = engine_of("dispatch_grouped_matmul", x, weights, routing)
-    return DispatchCall(routing, engine, None, keep)
+    engine = engine_of("dispatch_grouped_matmul", x, weights, routing, quantize)
+    return DispatchCall(routing, engine, None, keep, quantize)
 
 
 def _dispatch_fake(
@@ -131,6 +134,7 @@ def _dispatch_fake(
     group_name: str,
     tensor_parallel_size: int = 1,
     keep: bool = False,
+    quantize: Quantize | None = None,
 ) -> list[torch.Tensor]:
     rows = routing[_ROWS].shape[0]
     made = [x.new_empty(rows, w.shape[2]) for w in weights]
@@ -138,7 +142,7 @@ def _dispatch_fake(
 
 
 def _dispatch_setup(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    x, weights, routing, *ctx.place, keep = inputs
+    x, weights, routing, *ctx.place, keep, ctx.quantize = inputs
     ctx.weights, ctx.keeps = len(weights), keep
     ctx.save_for_backward(*output[len(weights) :][:keep], x, *weights, *routing)
 
@@ -149,9 +153,9 @@ def _dispatch_grads(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
     x, weights, routing = saved[0], saved[1 : 1 + ctx.weights], saved[1 + ctx.weights :]
     needs = [ctx.needs_input_grad[0], *ctx.needs_input_grad[1]]
     dys = grads[: max(1, len(weights))]
-    made = _ops.dispatch_grouped_matmul_backward(x, weights, rows, dys, routing, *ctx.place, needs)
-    dx, *dws = spread(made, needs)
-    return dx, dws, [None] * len(routing), None, None, None
+    op, told = _ops.dispatch_grouped_matmul_backward, (*ctx.place, ctx.quantize, needs)
+    dx, *dws = spread(op(x, weights, rows, dys, routing, *told), needs)
+    return dx, dws, [None] * len(routing), None, None, None, None
 
 
 def _dispatch_backward(
@@ -162,14 +166,15 @@ def _dispatch_backward(
     routing: list[torch.Tensor],
     group_name: str,
     tensor_parallel_size: int,
+    quantize: Quantize | None,
     needs: list[bool],
 ) -> list[torch.Tensor]:
-    call = _dispatch_call(x, weights, routing, group_name, tensor_parallel_size)
+    call = _dispatch_call(x, weights, routing, group_name, tensor_parallel_size, False, quantize)
     operands, grads = [x, *weights], list[torch.Tensor | None]()
     if call.engine == "generic":
         with torch.enable_grad():
             x, *weights = (t.detach().requires_grad_() for t in operands)
-            made = generic_dispatch(x, weights, call.routing, None)
+            made = generic_dispatch(call, x, weights)
         grads = gradients(made, [x, *weights], needs, dys)
     else:
         kept = [] if rows is None else [rows]
@@ -251,13 +256,13 @@ define(
     _route, _route_fake,
 )  # fmt: skip
 define(
-    f"dispatch_grouped_matmul(Tensor x, Tensor[] weights, {_ROUTING}=1, bool keep=False) "
-    "-> Tensor[]",
+    f"dispatch_grouped_matmul(Tensor x, Tensor[] weights, {_ROUTING}=1, bool keep=False, "
+    "str? quantize=None) -> Tensor[]",
     _dispatch, _dispatch_fake,
 )  # fmt: skip
 define(
     "dispatch_grouped_matmul_backward(Tensor x, Tensor[] weights, Tensor? rows, Tensor[] dys, "
-    f"{_ROUTING}, bool[] needs) -> Tensor[]",
+    f"{_ROUTING}, str? quantize, bool[] needs) -> Tensor[]",
     _dispatch_backward,
     lambda x, weights, *rest: needed_fake([x, *weights], rest[-1]),
 )  # fmt: skip

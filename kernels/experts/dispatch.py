@@ -10,6 +10,11 @@ to k experts; `routing` tells in which order a rank's rows stand:
 Backward: with dz the gradient of rows @ w, dw[e] = rows[e]^T @ dz[e], and dx is what
 `grouped_matmul_combine` does with dz, w^T and weights of 1. Rows are pulled again for dw, unless
 they were kept (`keep_gathered`).
+
+With `quantize`, rows travel in e4m3 with an fp32 scale each, and are multiplied in the dtype of w.
+One scale is enough: between the largest e4m3 number and the least normal one there are 15 powers of
+two, so that numbers down to 1 / 28,000 of a row's largest keep their 4 bits. The gradient of x is
+that of the rows, as if they had not been rounded; that of w is of the rows as they were multiplied.
 """
 
 from __future__ import annotations
@@ -17,51 +22,103 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 
 import torch
 
 from weft.collectives import exchange, resolve
 from weft.collectives.memory.checks import check_call
 from weft.collectives.ranks.flight import call_of
-from weft.collectives.ranks.group import GroupLike
+from weft.collectives.ranks.group import GroupLike, group_name
 from weft.collectives.ranks.traced import is_call_traced
 from weft.kernels.engine import epilogues
 from weft.kernels.engine.autocast import autocast, outside_autocast
+from weft.kernels.engine.chips import chip_of
 from weft.kernels.engine.engines import Problem, RunnableEngine, choose, record_backward
 from weft.kernels.engine.epilogues import Activation
+from weft.kernels.engine.fp8 import FP8, Quantize, check_quantize
 from weft.kernels.engine.local_matmul import mm, on_cpu, partial_mm
 from weft.kernels.experts.grouped import contract, grouped_matmul
 from weft.kernels.experts.routing import Routing, check_tokens, routed
 from weft.kernels.experts.rows import Pull, Push, to_experts, weighted_sum
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_Ids = torch.Tensor | Routing
+_Weights = Sequence[torch.Tensor]
+
+
+class _Options(TypedDict, total=False):
+    tensor_parallel_size: int
+    keep_gathered: bool
+    quantize: Quantize | None
+    capacity: int | None
+    sizes: Sequence[int] | None
+
+
+@overload
+def dispatch_grouped_matmul(
+    x: torch.Tensor,
+    topk_ids: _Ids,
+    w: torch.Tensor,
+    group: GroupLike = None,
+    *,
+    activation: Activation | None = None,
+    **options: Unpack[_Options],
+) -> tuple[torch.Tensor, Routing]: ...
+@overload
+def dispatch_grouped_matmul(  # type: ignore[overload-overlap]
+    x: torch.Tensor,
+    topk_ids: _Ids,
+    w: _Weights,
+    group: GroupLike = None,
+    *,
+    activation: Literal["swiglu"],
+    **options: Unpack[_Options],
+) -> tuple[torch.Tensor, Routing]: ...
+@overload
+def dispatch_grouped_matmul(
+    x: torch.Tensor,
+    topk_ids: _Ids,
+    w: _Weights,
+    group: GroupLike = None,
+    *,
+    activation: Activation | None = None,
+    **options: Unpack[_Options],
+) -> tuple[list[torch.Tensor], Routing]: ...
+
 
 @autocast
 def dispatch_grouped_matmul(
     x: torch.Tensor,
-    topk_ids: torch.Tensor | Routing,
-    w: torch.Tensor | Sequence[torch.Tensor],
+    topk_ids: _Ids,
+    w: torch.Tensor | _Weights,
     group: GroupLike = None,
     *,
     activation: Activation | None = None,
     tensor_parallel_size: int = 1,
     keep_gathered: bool = False,
+    quantize: Quantize | None = None,
     capacity: int | None = None,
     sizes: Sequence[int] | None = None,
-) -> tuple[Any, Routing]:
+) -> tuple[torch.Tensor | list[torch.Tensor], Routing]:
     """activation(rows @ w[expert]) for the tokens of all ranks that go to this rank's experts.
 
     Args:
         x: (T, K): this rank's tokens; T may differ between ranks and be 0.
         topk_ids: (T, k) integers: the experts of each token, numbered through all ranks; -1 for
-            padding. Or the `Routing` of an earlier call with the same ids, which saves finding it.
+            padding. Or the `Routing` of an earlier call with the same ids, which saves finding it
+            and has what follows `activation` but for `keep_gathered` and `quantize`.
         w: (E_r, K, N), this rank's experts, any strides; E_r may differ between ranks and be 0. Or
             a list of weights that share the rows, each with its own N.
-        group: ProcessGroup, 1-D DeviceMesh, or None for the world; that of a `Routing` if given.
+        group: ProcessGroup, 1-D DeviceMesh, or None for the world, or for that of a `Routing`.
         activation: as in `all_gather_matmul`; "swiglu" takes w as the pair (gate, up).
         tensor_parallel_size: on how many consecutive ranks each expert is: w holds a part of its N.
         keep_gathered: keep the rows, k times the tokens, for the gradient of w. False: pull them
             again in backward.
+        quantize: "fp8": rows travel as torch.float8_e4m3fn, with an fp32 scale each, and are
+            rounded so: by at most 1/16 of a number, or 2**-18.8 of the largest of its row.
         capacity: see `route`.
         sizes: T of every rank, if known.
 
@@ -84,53 +141,69 @@ def dispatch_grouped_matmul(
     """
     weights = [w] if isinstance(w, torch.Tensor) else list(w)
     epilogues.check_activation(activation, weights)
+    check_quantize(quantize)
     _check(x, weights)
+    tp = tensor_parallel_size
     if isinstance(topk_ids, Routing):
         routing = topk_ids
+        _check_given(routing, group, tp, capacity, sizes)
     else:
         check_tokens(topk_ids, x)
-        tp = tensor_parallel_size
         if not is_call_traced(x):
             group, k = resolve(group), topk_ids.shape[1]
-            told = x.dtype, ("K", x.shape[1]), ("k", k), ("tensor_parallel_size", tp)
+            told = (
+                x.dtype,
+                ("K", x.shape[1]),
+                ("k", k),
+                ("tensor_parallel_size", tp),
+                ("quantize", quantize),
+            )
             check_call(group, lambda: call_of("dispatch_grouped_matmul", told).text.decode())
         routing = routed(topk_ids, len(weights[0]), group, tp, capacity, sizes)
     if is_call_traced(x):  # see `custom_ops`
-        zs = traced_dispatch(x, weights, routing, keep_gathered)
+        zs = traced_dispatch(x, weights, routing, keep_gathered, quantize)
         hs = epilogues.activate(zs, activation)
         return hs[0] if isinstance(w, torch.Tensor) or activation == "swiglu" else hs, routing
     routing = check_routing(routing, x, weights[0])
-    engine = engine_of("dispatch_grouped_matmul", x, weights, routing)
+    engine = engine_of("dispatch_grouped_matmul", x, weights, routing, quantize)
+    call = DispatchCall(routing, engine, activation, keep_gathered, quantize)
     if engine == "generic":
-        hs = generic_dispatch(x, weights, routing, activation)
+        hs = generic_dispatch(call, x, weights)
     else:
-        call = DispatchCall(routing, engine, activation, keep_gathered)
         hs = list(Dispatch.apply(call, x, *weights))
     return hs[0] if isinstance(w, torch.Tensor) or activation == "swiglu" else hs, routing
 
 
-def dispatch(x: torch.Tensor, routing: Routing) -> torch.Tensor:
+def dispatch(
+    x: torch.Tensor, routing: Routing, *, quantize: Quantize | None = None
+) -> torch.Tensor:
     """The rows (R, K) of all ranks' tokens x (T, K) that go to this rank's experts.
 
     For those who bring their own matmul: rows of expert e end before `routing.ends[e]`. The
-    gradient of x is the sum over its k experts.
+    gradient of x is the sum over its k experts. `quantize`: as in `dispatch_grouped_matmul`.
     """
+    check_quantize(quantize)
     if is_call_traced(x):
-        return traced_dispatch(x, [], routing, False)[0]
+        return traced_dispatch(x, [], routing, False, quantize)[0]
     routing = check_routing(routing, x)
-    engine = engine_of("dispatch_grouped_matmul", x, [], routing)
+    engine = engine_of("dispatch_grouped_matmul", x, [], routing, quantize)
     if engine == "generic":
-        return to_experts(x, routing)
-    rows: torch.Tensor = Dispatch.apply(DispatchCall(routing, engine, None, False), x)[0]
+        return to_experts(x, routing, quantize is not None)
+    call = DispatchCall(routing, engine, None, False, quantize)
+    rows: torch.Tensor = Dispatch.apply(call, x)[0]
     return rows
 
 
 def traced_dispatch(
-    x: torch.Tensor, weights: list[torch.Tensor], routing: Routing, keep: bool
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    routing: Routing,
+    keep: bool,
+    quantize: Quantize | None,
 ) -> list[torch.Tensor]:
     """Every rows @ w_i in a graph, or the rows if there is no weight."""
     op, tp = torch.ops.weft.dispatch_grouped_matmul, routing.tensor_parallel_size
-    made: list[torch.Tensor] = op(x, weights, routing.tensors, routing.name, tp, keep)
+    made: list[torch.Tensor] = op(x, weights, routing.tensors, routing.name, tp, keep, quantize)
     return made[: max(1, len(weights))]
 
 
@@ -141,10 +214,12 @@ class DispatchCall(NamedTuple):
     engine: RunnableEngine
     activation: Activation | None
     keep: bool  # the rows, for the gradients of the weights
+    quantize: Quantize | None
 
     def told(self, x: torch.Tensor) -> tuple[Any, ...]:
         """What must be the same on every rank."""
-        return x.dtype, ("K", x.shape[1]), ("k", self.routing.top_k)
+        k, quantize = ("k", self.routing.top_k), ("quantize", self.quantize)
+        return x.dtype, ("K", x.shape[1]), k, quantize
 
 
 def _check(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
@@ -163,6 +238,23 @@ def _check(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
             raise ValueError(f"w must be {x.dtype} on {x.device}, like x, got {w.dtype} {w.device}")
 
 
+def _check_given(
+    routing: Routing, group: GroupLike, tp: int, capacity: int | None, sizes: object
+) -> None:
+    """Raise ValueError if a call with a routing asks for another one."""
+    asked = {
+        "group": group is not None and group_name(group) != routing.name,
+        "tensor_parallel_size": tp not in (1, routing.tensor_parallel_size),
+        "capacity": capacity is not None,
+        "sizes": sizes is not None,
+    }
+    if any(asked.values()):
+        names = ", ".join(name for name, wrong in asked.items() if wrong)
+        raise ValueError(
+            f"a routing has its own {names}: pass them to route(..), or topk_ids in its place"
+        )
+
+
 def check_routing(routing: Routing, x: torch.Tensor, w: torch.Tensor | None = None) -> Routing:
     """The routing, not of a graph; ValueError unless x are its tokens, and w its experts."""
     routing = routing.outside_graphs()
@@ -173,29 +265,32 @@ def check_routing(routing: Routing, x: torch.Tensor, w: torch.Tensor | None = No
 
 
 def engine_of(
-    op: str, x: torch.Tensor, weights: Sequence[torch.Tensor], routing: Routing
+    op: str,
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    routing: Routing,
+    quantize: Quantize | None = None,
 ) -> RunnableEngine:
     """The one asked for, or the cheapest for rows like x by `weights`; the same on every rank."""
     W, tp = routing.group.world_size, routing.tensor_parallel_size
     rows = max(1, sum(routing.tokens) * routing.top_k * tp // W)
     K, N = x.shape[1], sum(w.shape[2] for w in weights)
-    moved = rows * K * x.element_size() * (W - tp) // W
+    moved = rows * K * (FP8 if quantize else x.dtype).itemsize * (W - tp) // W
     host = "" if on_cpu(x) else "it is for CPUs, whose host knows how many rows come"
     kernel = "" if x.element_size() > 1 else f"its kernels take no {x.dtype} without scales"
+    if quantize and not (chip := chip_of(x.device)).fp8:
+        kernel = f"{chip.name} has no {FP8}"
     told = Problem(op, rows, N, K, x.dtype, moved, host_refusal=host, kernel_refusal=kernel)
     return choose(told, routing.group, x.device)
 
 
 def generic_dispatch(
-    x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    routing: Routing,
-    activation: Activation | None,
+    call: DispatchCall, x: torch.Tensor, weights: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """The same by collectives and matmuls, which are differentiable themselves."""
-    rows = to_experts(x, routing)
-    zs = [grouped_matmul(rows, w, routing.ends) for w in weights]
-    return epilogues.activate(zs, activation) if zs else [rows]
+    rows = to_experts(x, call.routing, call.quantize is not None)
+    zs = [grouped_matmul(rows, w, call.routing.ends) for w in weights]
+    return epilogues.activate(zs, call.activation) if zs else [rows]
 
 
 class Dispatch(torch.autograd.Function):
@@ -220,7 +315,7 @@ class Dispatch(torch.autograd.Function):
         x, *saved = ctx.saved_tensors
         weights, saved = saved[: len(needs_w)], saved[len(needs_w) :]
         if torch.is_grad_enabled():
-            made = generic_dispatch(x, weights, call.routing, call.activation)
+            made = generic_dispatch(call, x, weights)
             return None, *gradients(made, [x, *weights], [needs_x, *needs_w], dhs)
         rows = saved.pop(0) if ctx.kept else None
         moved = needs_x and "all_to_all", any(needs_w) and rows is None and "all_to_all"
@@ -264,9 +359,10 @@ def _host_forward(
         zs = []
     outputs = weights[:1] if activation == "swiglu" else weights
     hs = [x.new_empty(R, w.shape[2]) for w in outputs]
-    nbytes, told = Pull.nbytes(routing, x), call.told(x)
+    quantize, told = call.quantize is not None, call.told(x)
+    nbytes = Pull.nbytes(routing, x, quantize=quantize)
     with exchange(routing.group, nbytes, op, x.device, channel="host gather", told=told) as ex:
-        pull = Pull(ex, routing, x)
+        pull = Pull(ex, routing, x, quantize=quantize)
         for e, part in enumerate(routing.rows_of_expert):
             if part.stop == part.start:
                 continue
@@ -297,14 +393,14 @@ def _host_backward(
 ) -> list[torch.Tensor | None]:
     routing, group = call.routing, call.routing.group
     op, told = "dispatch_grouped_matmul backward", call.told(x)
-    wire = routing.wire(x)
+    wire, quantize = routing.wire(x), call.quantize is not None
     dws = [torch.empty_like(w) if need else None for w, need in zip(weights, needs_w, strict=True)]
     dx = None
     with ExitStack() as stack:
         if any(needs_w) and rows is None:
-            nbytes = Pull.nbytes(routing, x)
+            nbytes = Pull.nbytes(routing, x, quantize=quantize)
             ex = exchange(group, nbytes, op, x.device, channel="host gather", told=told)
-            pull = Pull(stack.enter_context(ex), routing, x)
+            pull = Pull(stack.enter_context(ex), routing, x, quantize=quantize)
         if needs_x:
             nbytes = Push.nbytes(routing, x.shape[1], wire)
             ex = exchange(group, nbytes, op, x.device, channel="host scatter", told=told)
@@ -345,9 +441,15 @@ def _triton_forward(
     from weft.kernels.experts.expert_launch import dispatched
 
     activation, op = call.activation, "dispatch_grouped_matmul"
-    sums = grads and epilogues.keeps_sums(activation)
     made = dispatched(
-        op, call.told(x), call.routing, x, weights, activation=activation, keep_sums=sums
+        op,
+        call.told(x),
+        call.routing,
+        x,
+        weights,
+        activation=activation,
+        keep_sums=grads and epilogues.keeps_sums(activation),
+        quantize=call.quantize is not None,
     )
     if not weights and made.rows is not None:
         return _Made([made.rows], None, [])
@@ -371,7 +473,7 @@ def _triton_backward(
     dzs = epilogues.gradients(list(dhs), list(kept), call.activation)
     dx = None
     if any(needs_w) and rows is None:
-        rows = dispatched(op, told, routing, x).rows
+        rows = dispatched(op, told, routing, x, quantize=call.quantize is not None).rows
     if needs_x:
         backs = [w.transpose(1, 2) for w in weights]
         dx = combined(op, told, routing, dzs, backs, routing.wire(x))

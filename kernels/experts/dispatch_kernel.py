@@ -14,7 +14,8 @@ row rows[p] of x of ranks[p]. R is a bound; ends[-1] rows are real. Sums are fp3
                       expert 2               expert 3
 
 Each row crosses the link once, however many tiles read it. Beside its row may travel a number for
-each slot (T_r, k), fp32, which lies `numbers_at` bytes into the half: numbers (R,).
+each slot (T_r, k), fp32, which lies `numbers_at` bytes into the half: numbers (R,). Quantized, rows
+travel as e4m3, and their scales (T_r,) lie there: copy programs make the dtype of w of both.
 
 Protocol
   1. `gathers.publish`: x, and the numbers, to the rank's own half, and a signal to the word (0,
@@ -81,6 +82,7 @@ class DispatchVariant:
         copy_m, copy_n: block that a copy moves at a time.
         even_k: whether K is whole steps of the tiles.
         w_transposed: whether descriptors are of the transposes.
+        quantized: whether rows travel in fp8.
     """
 
     weights: int
@@ -93,6 +95,7 @@ class DispatchVariant:
     copy_n: int
     even_k: bool
     w_transposed: bool
+    quantized: bool = False
 
     @property
     def outputs(self) -> int:

@@ -20,6 +20,7 @@ from weft.kernels.device.operands import NO_SCALES, Matrix, Scales, described_ro
 from weft.kernels.device.outputs import Outputs
 from weft.kernels.engine.chips import INTERPRETER, Chip, Tiling, chip_of
 from weft.kernels.engine.epilogues import Activation
+from weft.kernels.engine.fp8 import FP8
 from weft.kernels.experts.combine_kernel import (
     CombineConfig,
     PushVariant,
@@ -137,6 +138,7 @@ def launch_dispatch(
     activation: Activation | None = None,
     keep_sums: bool = False,
     tensor_parallel_size: int = 1,
+    quantize: bool = False,
     config: DispatchConfig | None = None,
 ) -> Dispatched:
     """Enqueue y_i = activation(rows @ w_i[expert of the row]), and the rows themselves.
@@ -144,13 +146,16 @@ def launch_dispatch(
     Args:
         x: (T, K), this rank's tokens, any strides.
         weights: (E, K, N_i) each, any strides, dtype of x; none: the rows are all that is wanted.
-        ws: room for `dispatch_bytes(max(tokens), K, x.dtype, k if numbers are given)`.
+        ws: room for `dispatch_bytes(max(tokens), K, x.dtype, k if numbers are given)`; quantized,
+            of FP8 and 1.
         table: of the R rows that come to this rank.
         tokens: T of every rank, the same list on all ranks.
         numbers: (T, k) fp32, for each slot of this rank's tokens; on all ranks or none.
         activation: see `weft.kernels.engine.epilogues`; "swiglu" makes one y of two weights.
         keep_sums: also return the activation's arguments.
         tensor_parallel_size: how many ranks hold parts of the same experts.
+        quantize: whether rows travel in fp8, with a scale each, and without numbers. Not without
+            copy programs.
         config: default `dispatch_config`; without copy programs, neither rows nor numbers come.
     """
     K, R, W, E = x.shape[1], len(table.rows), ws.world_size, len(table.ends)
@@ -170,18 +175,30 @@ def launch_dispatch(
             pair=pair,
             keep_sums=keep_sums,
         )
-    tiling, k = config.tiling, 0 if numbers is None else numbers.shape[1]
-    needed = dispatch_bytes(max(tokens), K, x.dtype, k)
+    if quantize and (numbers is not None or not config.copy_programs):
+        raise ValueError("quantized rows take the place of numbers, and copy programs")
+    tiling, k = config.tiling, int(quantize) if numbers is None else numbers.shape[1]
+    wire = FP8 if quantize else x.dtype
+    needed = dispatch_bytes(max(tokens), K, wire, k)
     check_room(ws, needed, "dispatch_bytes(max(tokens), K, x.dtype, numbers a token)")
     ys = [x.new_empty(R, N) for N in (Ns[:1] if pair else Ns)]
     sums = [x.new_empty(R, N) for N in Ns] if keep_sums else []
     copies = config.copy_programs if weights else config.programs
     rows = x.new_empty(R, K) if copies else None
     fetched = None if numbers is None else numbers.new_empty(R)
-    pitch, numbers_at = gathers.pitch_of(K), numbers_offset(max(tokens), K, x.dtype)
+    pitch, numbers_at = gathers.pitch_of(K), numbers_offset(max(tokens), K, wire)
     given = NO_SCALES if numbers is None else Scales(numbers.reshape(-1), 1)
     gathers.publish(
-        x, ws, pitch, config.programs, config.copy_m, config.copy_n, given, numbers_at, max(k, 1)
+        x,
+        ws,
+        pitch,
+        config.programs,
+        config.copy_m,
+        config.copy_n,
+        given,
+        numbers_at,
+        max(k, 1),
+        quantize,
     )
     describe = config.descriptors and (pair or len(weights) == 1)
     descs, w_transposed = described_experts(weights, tiling, describe)
@@ -220,6 +237,7 @@ def launch_dispatch(
             copy_n=config.copy_n,
             even_k=K % tiling.block_k == 0,
             w_transposed=w_transposed,
+            quantized=quantize,
         ),
         **tiling.options,
     )
@@ -347,6 +365,7 @@ def dispatched(
     numbers: torch.Tensor | None = None,
     activation: Activation | None = None,
     keep_sums: bool = False,
+    quantize: bool = False,
 ) -> Dispatched:
     """`launch_dispatch` as a call of `op`, or its launches of before.
 
@@ -354,8 +373,9 @@ def dispatched(
         told: as in `Workspace.call`.
     """
     table, tokens, tp = _table_of(routing), routing.tokens, routing.tensor_parallel_size
+    wire, k = FP8 if quantize else x.dtype, int(quantize)
     nbytes = dispatch_bytes(
-        max(tokens), x.shape[1], x.dtype, 0 if numbers is None else numbers.shape[1]
+        max(tokens), x.shape[1], wire, k if numbers is None else numbers.shape[1]
     )
     ws = workspace(routing.group, nbytes, channel="gather", device=x.device)
 
@@ -370,13 +390,14 @@ def dispatched(
             activation=activation,
             keep_sums=keep_sums,
             tensor_parallel_size=tp,
+            quantize=quantize,
         )
         assert made.rows is not None
         pulled = [] if made.numbers is None else [made.numbers]
         return [made.rows, *made.ys, *made.sums, *pulled]
 
     operands = [x, *weights, numbers, *table]
-    key = op, *tokens, tp, activation, keep_sums, layouts_of(operands)
+    key = op, *tokens, tp, activation, keep_sums, quantize, layouts_of(operands)
     with ws.call(op, told):
         rows, *made = ws.repeat(key, operands, launched)
     count = 1 if activation == "swiglu" else len(weights)

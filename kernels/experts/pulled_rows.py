@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from weft.collectives.device import signals
+from weft.collectives.device.device_math import rounded
 from weft.collectives.ranks.pad import MAX_PROGRAMS
 from weft.kernels.device import tiles
 
@@ -26,7 +27,7 @@ class PulledRows(NamedTuple):
 
     Fields: RowTable; how many of its rows are real, and are announced together; the way to the
     peers, this rank, the number of the call; of what is published the elements from row to row, and
-    the byte at which the numbers begin; Rows fetched, and their columns.
+    the byte at which the numbers begin, or the scales of fp8 rows; Rows fetched, and their columns.
     """
 
     table: Any
@@ -79,6 +80,18 @@ def _block_of(pull, number, first, last, across, dtype: tl.constexpr, V: tl.cons
 
 
 @triton.jit
+def _scales_of(pull, number, first, last, across, V: tl.constexpr):
+    """Those of the rows of block `number`; 1 if they have none."""
+    scales = 1.0
+    if V.quantized:
+        rows, _, _ = _place_of(pull, number, first, last, across, V)
+        inside = rows < last
+        shown = (_published(pull, rows, inside) + pull.numbers_at).to(tl.pointer_type(tl.float32))
+        scales = tl.load(shown + tl.load(pull.table.rows + rows, mask=inside, other=0), mask=inside)
+    return scales
+
+
+@triton.jit
 def wait_for_owners(pull, V: tl.constexpr):
     """Whether all peers have published."""
     link = pull.link
@@ -92,6 +105,7 @@ def fetch_rows(pull, V: tl.constexpr):
     """A copy program: bring its chunks of the rows, announcing each."""
     fetched = pull.fetched
     dtype: tl.constexpr = fetched.ptr.dtype.element_ty
+    wire: tl.constexpr = tl.float8e4nv if V.quantized else dtype
     chunks = tiles.cdiv(tl.where(wait_for_owners(pull, V), pull.total, 0), pull.chunk_rows)
     across = tl.maximum(tiles.cdiv(pull.K, V.copy_n), 1)
     for chunk in range(tl.program_id(0), chunks, V.copies):
@@ -99,13 +113,19 @@ def fetch_rows(pull, V: tl.constexpr):
         last = tl.minimum(first + pull.chunk_rows, pull.total)
         blocks = tiles.cdiv(last - first, V.copy_m) * across
         # The next block is loaded while one is stored, which keeps a link busy.
-        block = _block_of(pull, 0, first, last, across, dtype, V)
+        block = _block_of(pull, 0, first, last, across, wire, V)
+        scales = _scales_of(pull, 0, first, last, across, V)
         for number in range(blocks):
-            following = _block_of(pull, number + 1, first, last, across, dtype, V)
+            following = _block_of(pull, number + 1, first, last, across, wire, V)
+            following_scales = _scales_of(pull, number + 1, first, last, across, V)
+            if V.quantized:
+                values = rounded(tiles.widened(block) * scales[:, None], dtype)
+            else:
+                values = block
             rows, columns, inside = _place_of(pull, number, first, last, across, V)
             into = fetched.ptr + rows.to(tl.int64)[:, None] * pull.K
-            tl.store(into + columns[None, :], block, mask=inside)
-            block = following
+            tl.store(into + columns[None, :], values, mask=inside)
+            block, scales = following, following_scales
         if fetched.scales is not None:
             _fetch_numbers(pull, first, last, V.copy_m)
         word = signals.slot_ptr(pull.link.signal_ptrs, pull.rank, V.world_size, 1, 0, chunk)

@@ -291,6 +291,15 @@ def check_tokens(topk_ids: torch.Tensor, x: torch.Tensor | None = None) -> None:
         )
 
 
+def check_weights(topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> None:
+    """Raise ValueError unless there is a float for each of topk_ids."""
+    if topk_weights.shape != topk_ids.shape or not topk_weights.is_floating_point():
+        raise ValueError(
+            f"topk_weights must be floats {tuple(topk_ids.shape)}, one for each of topk_ids, got "
+            f"{tuple(topk_weights.shape)} {topk_weights.dtype}"
+        )
+
+
 def _told(
     group: Group, mine: tuple[int, int, int], same: tuple[int | None, ...]
 ) -> list[tuple[int, int, int]]:

@@ -18,55 +18,76 @@ Generic. What every group and device has, and differentiable itself:
     to_tokens:  the reverse, each result in its slot
 
 The sizes of what goes to each rank are needed on the host, which on a GPU waits for the device.
+
+Quantized, tokens travel in fp8 with a scale each, and rows are in their dtype again.
 """
 
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 
 from weft.collectives import Exchange, all_to_all
+from weft.kernels.engine.fp8 import FP8, magnitudes, quantized
 from weft.kernels.engine.local_matmul import sum_dtype
 from weft.kernels.experts.routing import Routing
 
 
 class Pull:
-    """The tokens (T, K) of all ranks, and a number for each of their slots, if there are any.
+    """The tokens (T, K) of all ranks, and a number for each of their slots, if there are any; or
+    the tokens in fp8, with a scale each.
 
     All ranks must have the same K, dtype, and numbers or none.
     """
 
     def __init__(
-        self, ex: Exchange, routing: Routing, x: torch.Tensor, numbers: torch.Tensor | None = None
+        self,
+        ex: Exchange,
+        routing: Routing,
+        x: torch.Tensor,
+        numbers: torch.Tensor | None = None,
+        quantize: bool = False,
     ) -> None:
         self._ex, self._routing = ex, routing
         self._like, self._columns = x, x.shape[1]
-        self._numbers_at = _table_at(routing, x) if numbers is not None else 0
+        self._wire, self._quantized = FP8 if quantize else x.dtype, quantize
+        self._numbers_at = _table_at(routing, x, self._wire)
+        if quantize:
+            x, numbers = quantized(x, magnitudes(x))
         ex.local(tuple(x.shape), x.dtype).copy_(x)
         if numbers is not None:
             self._numbers(ex.rank).copy_(numbers)
         ex.signal_all()
 
     @staticmethod
-    def nbytes(routing: Routing, x: torch.Tensor, numbers: bool = False) -> int:
+    def nbytes(
+        routing: Routing, x: torch.Tensor, numbers: bool = False, quantize: bool = False
+    ) -> int:
         """Symmetric memory for it on every rank."""
-        table = max(routing.tokens) * routing.top_k * sum_dtype(x).itemsize
-        return _table_at(routing, x) + table * numbers
+        T = max(routing.tokens)
+        if quantize:
+            return _table_at(routing, x, FP8) + T * torch.float32.itemsize
+        return _table_at(routing, x, x.dtype) + T * routing.top_k * sum_dtype(x).itemsize * numbers
+
+    def _shown(self, rank: int, columns: int, dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
+        """What a rank has published there, of each of its tokens."""
+        shape = self._routing.tokens[rank], columns
+        if rank == self._ex.rank:
+            return self._ex.local(shape, dtype, offset)
+        self._ex.wait(rank)
+        return self._ex.peer(rank, shape, dtype, offset)
 
     def _numbers(self, rank: int) -> torch.Tensor:
-        shape, dtype = (self._routing.tokens[rank], self._routing.top_k), sum_dtype(self._like)
-        if rank == self._ex.rank:
-            return self._ex.local(shape, dtype, self._numbers_at)
-        self._ex.wait(rank)
-        return self._ex.peer(rank, shape, dtype, self._numbers_at)
+        if self._quantized:
+            return self._shown(rank, 1, torch.float32, self._numbers_at)
+        return self._shown(rank, self._routing.top_k, sum_dtype(self._like), self._numbers_at)
 
     def _tokens(self, rank: int) -> torch.Tensor:
-        if rank == self._ex.rank:
+        if rank == self._ex.rank and not self._quantized:
             return self._like
-        self._ex.wait(rank)
-        shape = self._routing.tokens[rank], self._columns
-        return self._ex.peer(rank, shape, self._like.dtype)
+        return self._shown(rank, self._columns, self._wire)
 
     def rows(self, expert: int, out: torch.Tensor | None = None) -> torch.Tensor:
         """The rows (n, K) of an expert."""
@@ -75,8 +96,13 @@ class Pull:
         out = self._like.new_empty(stop - start, self._columns) if out is None else out
         for rank, block in enumerate(blocks):
             if block.stop > block.start:
-                into = out[block.start - start : block.stop - start]
-                torch.index_select(self._tokens(rank), 0, indices[block], out=into)
+                into, tokens = out[block.start - start : block.stop - start], self._tokens(rank)
+                if self._quantized:
+                    bits = tokens.view(torch.uint8).index_select(0, indices[block])
+                    scales = self._numbers(rank).index_select(0, indices[block])
+                    torch.mul(bits.view(FP8).float(), scales, out=into)
+                else:
+                    torch.index_select(tokens, 0, indices[block], out=into)
         return out
 
     def numbers(self, expert: int) -> torch.Tensor:
@@ -128,9 +154,9 @@ class Push:
         return self._slots(self._ex.rank).view(T, self._routing.parts, self._columns)
 
 
-def _table_at(routing: Routing, x: torch.Tensor) -> int:
+def _table_at(routing: Routing, x: torch.Tensor, wire: torch.dtype) -> int:
     """Where numbers begin, in bytes: behind the tokens."""
-    return -(-max(routing.tokens) * x.shape[1] * x.element_size() // 16) * 16
+    return -(-max(routing.tokens) * x.shape[1] * wire.itemsize // 16) * 16
 
 
 def weighted_sum(
@@ -147,8 +173,11 @@ def weighted_sum(
     return torch.bmm(weights.unsqueeze(1), wide).squeeze(1).to(dtype)
 
 
-def to_experts(x: torch.Tensor, routing: Routing) -> torch.Tensor:
+def to_experts(x: torch.Tensor, routing: Routing, quantize: bool = False) -> torch.Tensor:
     """The rows (R, K) for this rank's experts of all ranks' tokens x (T, K)."""
+    if quantize:
+        rows: torch.Tensor = _QuantizedRows.apply(x, routing)
+        return rows
     sent, sends, receives = _plan(routing)
     rows = x.index_select(0, sent // routing.top_k)
     received = all_to_all(rows, receives, sends, routing.group)
@@ -156,6 +185,27 @@ def to_experts(x: torch.Tensor, routing: Routing) -> torch.Tensor:
     result = received.index_select(0, arrived.argsort())
     beyond = routing.count - len(result)
     return torch.nn.functional.pad(result, (0, 0, 0, beyond)) if beyond else result
+
+
+class _QuantizedRows(torch.autograd.Function):
+    """`to_experts` in fp8, whose gradient passes by the rounding."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        ctx.routing = routing
+        narrow, scales = quantized(x, magnitudes(x))
+        of_scales = scales.reshape(-1).view(torch.uint8).view(len(x), 4)
+        rows = to_experts(torch.cat([narrow.view(torch.uint8), of_scales], 1), routing)
+        parts = rows.split([x.shape[1], 4], 1)
+        bits, scales = (each.clone(memory_format=torch.contiguous_format) for each in parts)
+        made: torch.Tensor = bits.view(FP8).float() * scales.view(torch.float32)
+        return made.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        routing: Routing = ctx.routing
+        parts = to_tokens(grad.to(routing.wire(grad)), routing)
+        return weighted_sum(parts, None, routing.tensor_parallel_size, grad.dtype), None
 
 
 def to_tokens(rows: torch.Tensor, routing: Routing) -> torch.Tensor:

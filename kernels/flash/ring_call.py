@@ -52,7 +52,7 @@ class RingOptions(LaunchOptions):
     """How a kernel is launched, apart from its tiles; the same on all ranks.
 
     Attributes:
-        group_heads: heads whose tiles run together, to share keys in L2.
+        group_heads: heads whose tiles run together, the longest first.
         programs: grid, copy programs included.
         copy_programs, copy_m: programs that publish and fetch keys, and rows at a time.
     """
@@ -116,6 +116,12 @@ def shard_bytes(heads: int, rows: int, D: int, dtype: torch.dtype) -> int:
     return 2 * heads * rows * pitch_of(D, dtype) * dtype.itemsize
 
 
+# Heads of keys that programs go through at the same time. The more, the more evenly programs are
+# loaded; of 64, two programs of a chip read each, which takes half of the memory's rate where heads
+# of queries have keys of their own.
+_KV_HEADS = 64
+
+
 def _copy_programs(
     chip: Chip, heads: int, kv_heads: int, rows: int, dtype: torch.dtype, W: int
 ) -> int:
@@ -141,18 +147,19 @@ def ring_options(
     options: dict[str, Any] = {"programs": chip.programs, "copy_programs": copies}
     if chip is INTERPRETER:
         return options | {"group_heads": 2, "copy_m": 16}
-    group_heads = max(1, heads // max(kv_heads, 1))
+    sharing = max(1, heads // max(kv_heads, 1))
+    group_heads = max(1, min(heads, _KV_HEADS * sharing))
     registers = not chip.is_amd
     return options | {"group_heads": group_heads, "all_registers": registers}
 
 
 def copy_rows(num_warps: int, D: int, dtype: torch.dtype) -> int:
-    """Rows that a copy program moves at a time: 128 bytes a thread, which half its registers hold.
+    """Rows that a copy program moves at a time: 128 bytes a thread, 64 where more would spill.
 
     At most 256, as what nobody sees is left out by so many.
     """
     row_bytes: int = max(16, triton.next_power_of_2(D)) * dtype.itemsize
-    return min(256, 32 * num_warps * 128 // row_bytes)
+    return min(256, 32 * num_warps * (128 if D <= 128 else 64) // row_bytes)
 
 
 def shape_for(k: torch.Tensor, geometry: Geometry, config: RingOptions) -> Shape:

@@ -27,7 +27,6 @@ numbers. Every copy program waits for every peer, so that no call ends before al
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -61,22 +60,10 @@ class RingConfig(ring_call.RingOptions):
 
     Attributes:
         block_m, block_n: queries and keys a tile.
-        delayed: whether a block's values are multiplied beside the softmax of the next block: the
-            matrix units need not wait for it, but a lane holds the weights of both.
     """
 
     block_m: int
     block_n: int
-    delayed: bool
-
-
-class Values(NamedTuple):
-    """Rows `start` .. `stop` - 1 of the values of a head: pointer to row 0 and stride of rows."""
-
-    ptr: Any
-    stride: Any
-    start: Any
-    stop: Any
 
 
 def ring_config(
@@ -86,9 +73,8 @@ def ring_config(
     options = ring_call.ring_options(heads, kv_heads, rows, dtype, world_size, chip)
     if chip is INTERPRETER:
         block = 16 if rows <= 16 else 32
-        return RingConfig(block, block, rows > 16, **options)
+        return RingConfig(block, block, **options)
     block_m, block_n, num_warps, num_stages = _tile(D, dtype, chip)
-    delayed = chip.name == "sm_90" and D > 64 and dtype.itemsize == 2 and rows > 64
     if rows <= 64:
         # Larger tiles, or more warps, spill 8 to 112 bytes here.
         most_m, most_n = (16, 32) if rows <= 16 else (64, 64 if D <= 128 else 16)
@@ -96,7 +82,7 @@ def ring_config(
         num_warps = 4 if rows <= 16 or D <= 64 or chip.is_amd else 8
     options |= {"num_warps": num_warps, "num_stages": num_stages}
     options["copy_m"] = ring_call.copy_rows(num_warps, D, dtype)
-    return RingConfig(block_m, block_n, delayed, **options)
+    return RingConfig(block_m, block_n, **options)
 
 
 def _tile(D: int, dtype: torch.dtype, chip: Chip) -> tuple[int, int, int, int]:
@@ -123,17 +109,8 @@ def workspace_for(
 
 
 @triton.jit
-def _add_values(acc, weights, rescale, values, SHAPE: tl.constexpr):
-    """`acc` rescaled, and to it what Values contribute by their weights."""
-    BLOCK_N: tl.constexpr = weights.shape[1]
-    D: tl.constexpr = SHAPE.head_dim
-    v = load_rows(values.ptr, values.start, values.stop, values.stride, BLOCK_N, D, SHAPE.block_d)
-    return tiles.dot(tiles.rounded(weights, v.dtype), v, acc * rescale[:, None])
-
-
-@triton.jit
 def _add_keys(
-    softmax,  # (top, total, acc); weights, rescale and Values of the last block
+    softmax,  # (top, total, acc)
     q,
     position,
     keys,
@@ -144,32 +121,22 @@ def _add_keys(
 ):
     """Take keys into the softmax: see `over_keys`.
 
-    One loop with a branch: three loops, each with its addresses in registers, would spill. If
-    DELAYED, the values of the last block have not been added to acc. Its weights are rounded only
-    where they are multiplied: what matrix units read while they run cannot be live around the loop.
+    One loop with a branch: three loops, each with its addresses in registers, would spill.
     """
     BLOCK_M: tl.constexpr = q.shape[0]
     D: tl.constexpr = SHAPE.head_dim
     BLOCK_D: tl.constexpr = SHAPE.block_d
-    DELAYED: tl.constexpr = SHAPE.config.delayed
-    top, total, acc, weights, rescale, last = softmax
+    top, total, acc = softmax
     for start in range(within.begin, within.end, BLOCK_N):
         k = load_rows(keys.k, start, within.end, keys.stride, BLOCK_N, D, BLOCK_D)
         products = tiles.dot(q, k.T, tiles.zeros(BLOCK_M, BLOCK_N))
-        if DELAYED:
-            values = Values(keys.v, keys.stride, start - BLOCK_N, within.end)
-            if start == within.begin:
-                values = last
-            acc = _add_values(acc, weights, rescale, values, SHAPE)
         if (start < within.full) | (start >= within.full_end):
             seen = seen_pairs(position, start, within.end, ring.sees, BLOCK_M, BLOCK_N)
             products = tl.where(seen, products, float("-inf"))
         top, total, weights, rescale = softmax_step(top, total, products, ring.scale * LOG2_E)
-        if not DELAYED:
-            values = Values(keys.v, keys.stride, start, within.end)
-            acc = _add_values(acc, weights, rescale, values, SHAPE)
-    start = within.begin + (within.end - within.begin - 1) // BLOCK_N * BLOCK_N
-    return top, total, acc, weights, rescale, Values(keys.v, keys.stride, start, within.end)
+        v = load_rows(keys.v, start, within.end, keys.stride, BLOCK_N, D, BLOCK_D)
+        acc = tiles.dot(tiles.rounded(weights, v.dtype), v, acc * rescale[:, None])
+    return top, total, acc
 
 
 @triton.jit
@@ -189,16 +156,11 @@ def attend(
     BLOCK_M: tl.constexpr = SHAPE.config.block_m
     stop = tile.row + tile.length
     q = load_rows(q_ptr, tile.row, stop, stride_q, BLOCK_M, SHAPE.head_dim, SHAPE.block_d)
-    BLOCK_N: tl.constexpr = SHAPE.config.block_n
-    top, total, acc = empty_softmax(BLOCK_M, SHAPE.block_d)
-    none = Values(ring.keys.v, tl.cast(SHAPE.pitch, tl.int32), 0, 0)
-    softmax = top, total, acc, tiles.zeros(BLOCK_M, BLOCK_N), total, none
+    softmax = empty_softmax(BLOCK_M, SHAPE.block_d)
     arrivals, softmax = ring_keys.over_keys(
-        arrivals, softmax, _add_keys, q, tile, head, ring, SHAPE, BLOCK_N
+        arrivals, softmax, _add_keys, q, tile, head, ring, SHAPE, SHAPE.config.block_n
     )
-    top, total, acc, weights, rescale, last = softmax
-    if SHAPE.config.delayed:
-        acc = _add_values(acc, weights, rescale, last, SHAPE)
+    top, total, acc = softmax
     out, lse = normalized(top, total, acc)
     return arrivals, out, lse
 

@@ -63,8 +63,8 @@ class CompilePass(CustomGraphPass):
     def uuid(self) -> str:
         """Of what it does, for Inductor's cache of compiled graphs."""
         found = hashlib.sha256(repr((self.strict, self._first)).encode())
-        for name in ("rewriting.py", "chains.py"):
-            found.update((Path(__file__).parent / name).read_bytes())
+        for path in sorted(Path(__file__).parent.glob("*.py")):
+            found.update(path.read_bytes())
         return found.hexdigest()
 
 

@@ -6,6 +6,7 @@ torch's collectives gather and scatter along dim 0. For another dim it cuts and 
     split along d -> cat along 0 -> reduce_scatter_tensor -> wait_tensor        scattered along d
 
 and matmuls take matrices: reshape of (*batch, K) to (M, K) before, of (M, N) to (*batch, N) after.
+Under autocast and mixed precision there are casts among these.
 """
 
 from __future__ import annotations
@@ -17,10 +18,26 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from weft.kernels.graphs.receipts import line_of
+
 aten: Any = torch.ops.aten
 c10d: Any = torch.ops._c10d_functional
 
-_RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
+COLLECTIVES = (
+    c10d.all_gather_into_tensor.default,
+    c10d.reduce_scatter_tensor.default,
+    c10d.all_reduce.default,
+    c10d.all_to_all_single.default,
+)
+_RESHAPES = (
+    aten.reshape.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+)
+_CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 
 
@@ -31,7 +48,22 @@ def is_call(node: Any, *targets: Any) -> bool:
 
 def is_reshape(node: Any) -> bool:
     """Whether it is a reshape that keeps the order of elements."""
+    if is_call(node, aten.permute.default):  # of dims of size 1, as torch.einsum makes them
+        moved = [dim for dim in node.args[1] if shape(node.args[0])[dim] != 1]
+        return moved == sorted(moved)
     return is_call(node, *_RESHAPES)
+
+
+def is_cast(node: Any) -> bool:
+    """Whether it changes the dtype alone, from one of floats to another."""
+    if not is_call(node, *_CASTS) or set(node.kwargs) - {"dtype"}:
+        return False
+    return all(each.meta["val"].is_floating_point() for each in (node, node.all_input_nodes[0]))
+
+
+def keeps_columns(reshaped: Node, whole: Node) -> bool:
+    """Whether the last dim is the same."""
+    return str(shape(reshaped)[-1:]) == str(shape(whole)[-1:])
 
 
 def shape(node: Node) -> Sequence[Any]:
@@ -109,35 +141,100 @@ def _dim_of(node: Node, position: int) -> int:
     return dim % len(shape(node.args[0] if isinstance(node.args[0], Node) else node))
 
 
-def as_batch(matrix: Node, batch: Sequence[Any]) -> Node | None:
-    """A node of shape (*batch, K) whose rows `matrix` (M, K) are, if there is one."""
-    if not is_reshape(matrix):
-        return None
-    source = matrix.args[0]
-    if isinstance(source, Node) and [*shape(source)][:-1] == [*batch]:
-        return source if shape(source)[-1] == shape(matrix)[-1] else None
-    return None
+def cast_before(gather: Node) -> None:
+    """Gather what its users cast the gathered tensor to, if they all do, to the same fewer bytes.
+
+    The same values arrive, and no more bytes travel.
+    """
+    chain, casts = [gather], []
+    for each in chain:  # it grows
+        for user in each.users:
+            if is_cast(user):
+                casts.append(user)
+            elif not _is_chain(user):
+                return
+            elif user not in chain:
+                chain.append(user)
+    dtypes = {each.meta["val"].dtype for each in casts}
+    x = gather.args[0]
+    assert isinstance(x, Node)
+    if len(dtypes) != 1 or (dtype := dtypes.pop()).itemsize > x.meta["val"].dtype.itemsize:
+        return
+    with gather.graph.inserting_before(gather):
+        narrow = gather.graph.call_function(_CASTS[0], (x, dtype))
+    gather.replace_input_with(x, narrow)
+
+    def narrowed(value: Any) -> Any:
+        return [v.to(dtype) for v in value] if isinstance(value, (list, tuple)) else value.to(dtype)
+
+    with x.meta["val"].fake_mode:
+        narrow.meta = {**gather.meta, "val": narrowed(x.meta["val"])}
+        for each in chain:
+            each.meta["val"] = narrowed(each.meta["val"])
+    for cast in dict.fromkeys(casts):
+        cast.replace_all_uses_with(cast.all_input_nodes[0])
+        gather.graph.erase_node(cast)
 
 
-def once(graph: Graph) -> list[Node]:
+def once(graph: Graph) -> dict[Node, list[str]]:
     """Gather once what is gathered several times, as torch does for layers that share an input.
 
+    Memory is held no longer than by the model: a gather that comes later is left out only if there
+    is no other collective in between, or if what was gathered first is still to be used then.
+
     Returns:
-        What is not used any more: gathers, and what follows them.
+        For each gather that stays, the lines of the model from which the others came.
     """
     kinds = c10d.all_gather_into_tensor.default, c10d.wait_tensor.default
-    chain = (*kinds, *_SPLITS, *_RESHAPES, operator.getitem, aten.cat.default)
+    order = {node: i for i, node in enumerate(graph.nodes)}
     firsts: dict[str, Node] = {}
+    until: dict[Node, int] = {}
+    lines: dict[Node, list[str]] = {}
     from_gather: set[Node] = set()
     gone: list[Node] = []
     for node in list(graph.nodes):
-        if not is_call(node, *chain):
-            continue
-        if node.target is not kinds[0] and not from_gather & set(node.all_input_nodes):
+        key = f"{node.target} {node.args} {node.kwargs}"
+        if is_call(node, kinds[0]):
+            first = firsts.get(key, node)
+            if order[node] > until.get(first, len(order)):
+                first = node
+            firsts[key] = first
+            until[first] = max(until.get(first, 0), _kept_until(node, order))
+            if first is not node:
+                lines.setdefault(first, []).append(line_of(node))
+        elif from_gather & set(node.all_input_nodes) and _is_chain(node):
+            first = firsts.setdefault(key, node)
+        else:
             continue
         from_gather.add(node)
-        first = firsts.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
         if first is not node:
             node.replace_all_uses_with(first)
             gone.append(node)
-    return gone
+    for node in reversed(gone):
+        graph.erase_node(node)
+    return lines
+
+
+def next_collective(node: Node, *same: Any) -> Node:
+    """The first behind `node` but those of the same target and arguments; or the graph's end."""
+    node = node.next
+    while node.op != "output":
+        if is_call(node, *COLLECTIVES) and (node.target, node.args) != same:
+            break
+        node = node.next
+    return node
+
+
+def _is_chain(node: Node) -> bool:
+    """Whether it may stand between a gather and a matmul."""
+    kinds = c10d.wait_tensor.default, *_SPLITS, operator.getitem, aten.cat.default
+    return is_call(node, *kinds) or is_reshape(node) or is_cast(node)
+
+
+def _kept_until(gather: Node, order: dict[Node, int]) -> int:
+    """The place of the last use of what is gathered, or of the next other collective."""
+    chain, last = [gather], order[next_collective(gather, gather.target, gather.args)]
+    for each in chain:  # it grows
+        chain += [user for user in each.users if _is_chain(user) and user not in chain]
+        last = max([last, *map(order.__getitem__, each.users)])
+    return last

@@ -66,8 +66,10 @@ def head_grad_config(
     # Nothing can begin before all is published.
     config = replace(config, copy_programs=max(1, chip.cores // 8))
     # More is kept in registers here than in `ring_grad_kernel`, whose tiles spill 8 to 72 bytes.
+    if D > 128:
+        config = replace(config, copy_m=16)
     if D <= 128 and dtype.itemsize == 2 and chip.name == "sm_90":
-        config = replace(config, dkv_m=32, dq_m=64, dq_n=32)
+        config = replace(config, dkv_m=32, dkv_n=64, dq_m=64, dq_n=32, num_stages=2)
         if 64 < D < 128:
             config = replace(config, num_stages=1)
     if D > 64 and dtype == torch.float32 and chip.name.startswith("sm_10"):

@@ -24,9 +24,10 @@ from weft.collectives.memory.checks import check_shards
 from weft.collectives.ranks.group import GroupLike
 from weft.collectives.ranks.traced import is_traced
 from weft.kernels.engine.epilogues import Activation
+from weft.kernels.engine.fp8 import Quantize, check_quantize
 from weft.kernels.experts.combine import grouped_matmul_combine
 from weft.kernels.experts.dispatch import dispatch_grouped_matmul
-from weft.kernels.experts.routing import check_parts, share
+from weft.kernels.experts.routing import check_parts, check_weights, share
 from weft.kernels.layers.expert_weights import ROLES, ExpertLayout, Experts, found, layout_of
 from weft.kernels.layers.module import ParallelModule
 from weft.kernels.layers.split import Split
@@ -78,6 +79,7 @@ class ExpertParallelMLP(ParallelModule):
         tensor_parallel_size: int = 1,
         activation: Activation = "swiglu",
         keep_gathered: bool = False,
+        quantize: Quantize | None = None,
         wire_dtype: torch.dtype | None = None,
         capacity: int | None = None,
     ) -> None:
@@ -94,6 +96,7 @@ class ExpertParallelMLP(ParallelModule):
                 `all_gather_matmul`, and there is no gate: down(activation(up(x))).
             keep_gathered: keep the rows of own experts, k times the tokens, for the gradients of
                 weights. False: they are sent again in backward.
+            quantize: "fp8": tokens travel to their experts in fp8, as of `dispatch_grouped_matmul`.
             wire_dtype: in which results travel to their tokens, as of `grouped_matmul_combine`.
             capacity: how many rows a rank may receive at most, as of `weft.kernels.route`.
 
@@ -104,7 +107,7 @@ class ExpertParallelMLP(ParallelModule):
         super().__init__()
         layout, sizes = layout_of(activation), (num_experts, intermediate_size, hidden_size)
         self._plan(layout, sizes, group, tensor_parallel_size, activation)
-        self.keep_gathered, self.wire_dtype, self.capacity = keep_gathered, wire_dtype, capacity
+        self._travel(keep_gathered, quantize, wire_dtype, capacity)
         rank = self.group.rank
         like: dict[str, Any] = {"device": device, "dtype": dtype}
         self._keep({role: torch.empty(self._shape(role, rank), **like) for role in layout.roles})
@@ -119,6 +122,7 @@ class ExpertParallelMLP(ParallelModule):
         tensor_parallel_size: int = 1,
         activation: Activation = "swiglu",
         keep_gathered: bool = False,
+        quantize: Quantize | None = None,
         wire_dtype: torch.dtype | None = None,
         capacity: int | None = None,
     ) -> Self:
@@ -130,8 +134,8 @@ class ExpertParallelMLP(ParallelModule):
                 (E, F, H), and (E, H, F) for down; or `gate_up_proj` (E, 2 F, H), the gate in front,
                 and `down_proj`, as transformers 5 has. Without gates if `activation` is not
                 "swiglu".
-            group, tensor_parallel_size, activation, keep_gathered, wire_dtype, capacity: as of the
-                constructor.
+            group, tensor_parallel_size, activation, keep_gathered, quantize, wire_dtype, capacity:
+                as of the constructor.
 
         Raises:
             ValueError: other names or parameters (biases), shapes that do not fit, transposed or
@@ -141,8 +145,7 @@ class ExpertParallelMLP(ParallelModule):
         module = cls.__new__(cls)
         nn.Module.__init__(module)
         module._plan(layout, sizes, group, tensor_parallel_size, activation)
-        module.keep_gathered, module.wire_dtype = keep_gathered, wire_dtype
-        module.capacity = capacity
+        module._travel(keep_gathered, quantize, wire_dtype, capacity)
         with torch.no_grad():
             parts = {role: module._own(role, weights) for role in layout.roles}
         module._keep(parts, all(weight.requires_grad for weight in weights.values()))
@@ -170,6 +173,18 @@ class ExpertParallelMLP(ParallelModule):
         counts = chunk_sizes(self.num_experts, self.group.world_size // tp)
         first = sum(counts[: self.group.rank // tp])
         self.own_experts = range(first, first + counts[self.group.rank // tp])
+
+    def _travel(
+        self,
+        keep_gathered: bool,
+        quantize: Quantize | None,
+        wire_dtype: torch.dtype | None,
+        capacity: int | None,
+    ) -> None:
+        """How tokens and results do."""
+        check_quantize(quantize)
+        self.keep_gathered, self.quantize = keep_gathered, quantize
+        self.wire_dtype, self.capacity = wire_dtype, capacity
 
     def _keep(self, parts: Mapping[str, torch.Tensor], trained: bool = True) -> None:
         for role in ROLES:
@@ -225,8 +240,10 @@ class ExpertParallelMLP(ParallelModule):
             activation=self.activation,
             tensor_parallel_size=self.tensor_parallel_size,
             keep_gathered=self.keep_gathered,
+            quantize=self.quantize,
             capacity=self.capacity,
         )
+        assert isinstance(h, torch.Tensor)  # of one weight, or of a pair that makes one
         self.last_load = routing.load
         shared = None if shared_experts is None else shared_experts(x)
         down, weights = self.down_proj.transpose(1, 2), topk_weights.reshape(-1, k)
@@ -239,11 +256,7 @@ class ExpertParallelMLP(ParallelModule):
         H = self.hidden_size
         if x.ndim < 2 or x.shape[-1] != H:
             raise ValueError(f"x must be tokens (*, {H}), as hidden_size={H}, got {tuple(x.shape)}")
-        if weights.shape != ids.shape or not weights.is_floating_point():
-            raise ValueError(
-                f"topk_weights must be floats {tuple(ids.shape)}, one for each of topk_ids, got "
-                f"{tuple(weights.shape)} {weights.dtype}"
-            )
+        check_weights(weights, ids)
         k = ids.shape[-1] if ids.ndim else 0
         if k < 1 or ids.shape[:-1] not in (x.shape[:-1], (x.shape[:-1].numel(),)):
             raise ValueError(

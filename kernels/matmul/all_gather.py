@@ -1,4 +1,4 @@
-"""all_gather_matmul: activation(cat(x over ranks) @ w), differentiable, on three engines.
+"""all_gather_matmul: activation(cat(x over ranks) @ w), differentiable.
 
 W ranks; M = sum of m_r rows in all. Rank r holds m_r of them, and its own N_r columns of w:
 
@@ -34,7 +34,7 @@ from weft.collectives.ranks.traced import is_call_traced
 from weft.collectives.sizes import known_sizes
 from weft.kernels.engine import epilogues
 from weft.kernels.engine.autocast import autocast, outside_autocast
-from weft.kernels.engine.engines import Problem, choose, record_backward, refuse_second_order
+from weft.kernels.engine.engines import choose, record_backward, refuse_second_order
 from weft.kernels.engine.epilogues import Activation
 from weft.kernels.engine.fp8 import refuse_traced, scaled_products, scaling_of
 from weft.kernels.engine.local_matmul import (
@@ -48,6 +48,7 @@ from weft.kernels.matmul.gather_engines import (
     GatherCall,
     GatherGradient,
     GatherPlan,
+    gather_problem,
     generic_backward,
     run_backward,
     run_forward,
@@ -89,7 +90,7 @@ def all_gather_matmul(
         keep_gathered: what is saved for the gradients of the weights. True: the gathered x, W times
             this rank's shard, and backward moves only the gradient of x. False: the shard, which
             backward gathers again. None: the gathered x where the engine makes it anyway
-            ("generic"), else the shard.
+            ("generic"), else the shard, with this rank's share of those from other hosts.
         sizes: length of every rank's shard along `gather_dim`, if known; None: the ranks exchange
             them, which costs a few us.
         scale_a, scale_b, out_dtype: for x and w of torch.float8_e4m3fn, as in torch._scaled_mm.
@@ -219,25 +220,6 @@ def _planned(
     return GatherPlan(engine, [size * between for size in sizes], told)
 
 
-def gather_problem(
-    x: torch.Tensor, weights: list[torch.Tensor], gather_dim: int, sizes: list[int]
-) -> Problem:
-    """What the choice of engine for a call, or for its gradient, depends on."""
-    whole = [*x.shape]
-    whole[gather_dim] = sum(sizes)
-    # What the rank with the smallest shard receives: the same number on every rank.
-    received = (sum(sizes) - min(sizes)) * math.prod(whole[:gather_dim] + whole[gather_dim + 1 :])
-    return Problem(
-        "all_gather_matmul",
-        math.prod(whole[:-1]),
-        sum(w.shape[1] for w in weights),
-        whole[-1],
-        x.dtype,
-        received * x.element_size(),
-        refusal="the gathered dim is the contraction" if gather_dim == x.ndim - 1 else "",
-    )
-
-
 class _AllGatherMatmul(torch.autograd.Function):
     """x (m_r, K), weights (K, N_i) -> every y_i (M, N_i), then the gathered x if asked for.
 
@@ -255,7 +237,9 @@ class _AllGatherMatmul(torch.autograd.Function):
         keep_sums = any(ctx.needs_input_grad) and epilogues.keeps_sums(call.activation)
         made = run_forward(call, x, weights, biases, keep_sums)
         kept = made.sums if keep_sums else made.ys if call.activation else []
-        ctx.save_for_backward(made.gathered if call.saves else x, *weights, *kept)
+        crossed = () if call.saves or not any(ctx.needs_input_grad[2 : 2 + count]) else made.crossed
+        ctx.save_for_backward(made.gathered if call.saves else x, *weights, *kept, *crossed)
+        ctx.kept = len(kept)
         ctx.set_materialize_grads(not call.saves and call.engine != "generic")
         ctx.call = call
         return made.results
@@ -268,7 +252,8 @@ class _AllGatherMatmul(torch.autograd.Function):
         count = len(needs) // 2
         needs_w, needs_b = needs[:count], needs[count:]
         x, *saved = ctx.saved_tensors
-        (x, *weights), kept = conjugated(x, *saved[:count]), saved[count:]
+        (x, *weights), kept = conjugated(x, *saved[:count]), saved[count : count + ctx.kept]
+        crossed = tuple(conjugated(*saved[count + ctx.kept :]))
         gathered = x if call.saves else None
         fused = call.engine != "generic"
         if fused:
@@ -284,7 +269,7 @@ class _AllGatherMatmul(torch.autograd.Function):
             dys = [dy.contiguous() for dy in epilogues.gradients(dys, kept, call.activation)]
         given = GatherGradient(
             x, weights, dys, dgathered, call.group, call.rows, needs_x, needs_w, gathered, call.told
-        )
+        )._replace(crossed=crossed)
         if torch.is_grad_enabled() and call.activation is not None:
             refuse_second_order(f"all_gather_matmul with activation={call.activation!r}")
         if fused and not torch.is_grad_enabled():

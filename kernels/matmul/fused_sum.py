@@ -12,7 +12,7 @@ Each op's file holds its spec, a `FusedSum`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -102,8 +102,7 @@ class SumCall(NamedTuple):
 
     def made_of(self, given: Operands) -> torch.Tensor:
         """This rank's part of the sum."""
-        run = self.op.on_host if self.engine == "host" else self.op.on_triton
-        return run(self, given)
+        return self.op.ways[self.engine](self, given)
 
     @property
     def scales(self) -> list[torch.Tensor]:
@@ -173,14 +172,13 @@ class FusedSum:
     Attributes:
         name: of the public function, and of the custom op that it is when traced.
         function: runs the engines; its own name is what profilers show.
-        on_host, on_triton: the forward.
+        ways: the forward, by engine.
         gradients: (call, x, w, dy, needs) -> those of x, w and bias that are needed.
     """
 
     name: str
     function: type[SumFunction]
-    on_host: Callable[[SumCall, Operands], torch.Tensor]
-    on_triton: Callable[[SumCall, Operands], torch.Tensor]
+    ways: Mapping[str, Callable[[SumCall, Operands], torch.Tensor]]
     gradients: Callable[..., Gradients]
 
     def run(

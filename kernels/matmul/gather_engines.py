@@ -12,13 +12,18 @@ takes two workspaces.
 Triton. The kernels of `all_gather_kernel`; backward also uses those of `reduce_scatter_kernel` and
 `contract_kernel`.
 
+Hosts. One of the others inside each host, block by block (`collectives.hosts`): the own shards
+first, then those of other hosts as they come, of which backward has its share kept. The gradient of
+x goes back block by block, one sum a host.
+
 Generic. Collectives and matmuls, which take x as it is. The others take matrices, whose rows run
 along the gathered dim first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import math
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -28,10 +33,11 @@ import torch
 from weft import settings
 from weft.collectives import Group, Workspace, all_gather, exchange, reduce_scatter, workspace
 from weft.collectives.device.launches import layouts_of
+from weft.collectives.hosts import Crossing, HostRows
 from weft.collectives.ranks.chunks import offsets
 from weft.kernels.engine import epilogues, shards
 from weft.kernels.engine.chips import chip_of
-from weft.kernels.engine.engines import RunnableEngine
+from weft.kernels.engine.engines import Problem, RunnableEngine, choose
 from weft.kernels.engine.epilogues import Activation
 from weft.kernels.engine.fp8 import Scaling, scaled_products
 from weft.kernels.engine.local_matmul import (
@@ -43,6 +49,7 @@ from weft.kernels.engine.local_matmul import (
     partial_mm,
     sum_dtype,
 )
+from weft.kernels.engine.plans import Plans
 
 if TYPE_CHECKING:
     from weft.kernels.matmul.all_gather_launch import AllGatherConfig
@@ -93,6 +100,7 @@ class Made(NamedTuple):
     ys: list[torch.Tensor]
     sums: list[torch.Tensor]  # the arguments of the activation, if they are to be kept
     gathered: torch.Tensor | None  # if it is wanted
+    crossed: tuple[torch.Tensor, ...] = ()  # this rank's rows of other hosts' blocks
 
     @property
     def results(self) -> tuple[torch.Tensor, ...]:
@@ -117,6 +125,7 @@ class GatherGradient(NamedTuple):
     needs_w: Sequence[bool]
     gathered: torch.Tensor | None = None
     told: tuple[Hashable, ...] = ()
+    crossed: tuple[torch.Tensor, ...] = ()  # as the forward made it, if it was kept
 
 
 # For x, and for every weight; None where it is not needed.
@@ -135,6 +144,8 @@ def run_forward(
         return _host_forward(call, x, weights, biases)
     if call.engine == "triton":
         return _triton_forward(call, x, weights, biases, keep_sums)
+    if call.engine == "hosts":
+        return _hosts_forward(call, x, weights, biases, keep_sums)
     gathered = all_gather(x, call.group, dim=call.dim, sizes=call.rows)
     pairs = zip(weights, biases, strict=True)
     return Made([matmul(gathered, *pair) for pair in pairs], [], gathered)
@@ -142,6 +153,8 @@ def run_forward(
 
 def run_backward(engine: RunnableEngine, given: GatherGradient) -> GatherGradients:
     """The gradients that are needed, by a fused engine."""
+    if engine == "hosts":
+        return _hosts_backward(given)
     if given.gathered is not None:
         return _backward_of_gathered(engine, given, given.gathered)
     return _host_backward(given) if engine == "host" else _triton_backward(given)
@@ -194,7 +207,7 @@ def _host_forward(
 
 
 def _host_backward(given: GatherGradient) -> GatherGradients:
-    x, weights, dys, dgathered, group, rows, needs_x, needs_w, _, told = given
+    x, weights, dys, dgathered, group, rows, needs_x, needs_w, _, told, _ = given
     M, K = sum(rows), x.shape[1]
     wire = sum_dtype(x)
     op, dx = "all_gather_matmul backward", None
@@ -302,7 +315,7 @@ def _room(x: torch.Tensor, rows: list[int], copy_engines: bool) -> tuple[str, in
 def _triton_backward(given: GatherGradient) -> GatherGradients:
     from weft.kernels.matmul import contract_kernel, reduce_scatter_kernel
 
-    x, weights, dys, dgathered, group, rows, needs_x, needs_w, _, told = given
+    x, weights, dys, dgathered, group, rows, needs_x, needs_w, _, told, _ = given
     op, dx = "all_gather_matmul backward", None
     dws: list[torch.Tensor | None] = [None] * len(weights)
     if needs_x:
@@ -332,6 +345,112 @@ def _triton_backward(given: GatherGradient) -> GatherGradients:
     return dx, dws
 
 
+def gather_problem(
+    x: torch.Tensor, weights: list[torch.Tensor], gather_dim: int, sizes: list[int]
+) -> Problem:
+    """What the choice of engine for a call, or for its gradient, depends on."""
+    whole = [*x.shape]
+    whole[gather_dim] = sum(sizes)
+    # What the rank with the smallest shard receives: the same number on every rank.
+    received = (sum(sizes) - min(sizes)) * math.prod(whole[:gather_dim] + whole[gather_dim + 1 :])
+    return Problem(
+        "all_gather_matmul",
+        math.prod(whole[:-1]),
+        sum(w.shape[1] for w in weights),
+        whole[-1],
+        x.dtype,
+        received * x.element_size(),
+        refusal="the gathered dim is the contraction" if gather_dim == x.ndim - 1 else "",
+    )
+
+
+# By the group inside a host, the rows of its ranks, and the operands.
+_inside = Plans[GatherPlan](f"{__name__}._inside")
+
+
+def _plan_inside(
+    group: Group,
+    rows: list[int],
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    told: tuple[Hashable, ...],
+) -> GatherPlan:
+    """How the ranks of one host run a block."""
+
+    def made() -> GatherPlan:
+        problem = gather_problem(x, weights, 0, rows)
+        return GatherPlan(choose(problem, group, x.device), rows, told)
+
+    key = group, *rows, told, settings.current_engine(), *layouts_of((x, *weights))
+    return _inside.of(key, made)
+
+
+def _hosts_forward(
+    call: GatherCall,
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    keep_sums: bool,
+) -> Made:
+    crossing = Crossing(call.group, call.rows, x.shape[1] * x.element_size(), "all_gather_matmul")
+    whole: list[torch.Tensor] = []
+    crossed: list[torch.Tensor] = []
+    count = 1 if call.activation == "swiglu" else len(weights)
+    for block, shard in crossing.fetched(x):
+        plan = _plan_inside(crossing.inside, block.sizes, shard, weights, call.told)
+        inside = call._replace(group=crossing.inside, engine=plan.engine, rows=plan.rows, plan=plan)
+        made = run_forward(inside, shard, weights, biases, keep_sums)
+        ys = made.ys
+        if plan.engine == "generic":
+            made = Made(epilogues.activate(ys, call.activation), ys, made.gathered)
+        kept = [*made.ys, *(made.sums if keep_sums else ())]
+        if call.keep:
+            assert made.gathered is not None
+            kept.append(made.gathered)
+        if block is crossing.own:
+            whole = [part.new_empty((sum(call.rows), part.shape[1])) for part in kept]
+        else:
+            crossed.append(shard)
+        for part, into in zip(kept, whole, strict=True):
+            block.put(part, into)
+    sums = whole[count : count + len(weights)] if keep_sums else []
+    return Made(whole[:count], sums, whole[-1] if call.keep else None, tuple(crossed))
+
+
+def _hosts_backward(given: GatherGradient) -> GatherGradients:
+    x, weights, dys, dgathered, group, rows, _, needs_w, gathered, told, crossed = given
+    crossing = Crossing(group, rows, x.shape[1] * x.element_size(), "all_gather_matmul backward")
+    blocks: Iterable[tuple[HostRows, torch.Tensor]]
+    if any(needs_w) and gathered is None and not crossed:
+        blocks = crossing.fetched(x)
+    else:  # those that are awaited elsewhere first
+        shards_of = crossed if crossed and gathered is None else [x] * len(crossing.foreign)
+        blocks = [*zip(crossing.foreign, shards_of, strict=True), (crossing.own, x)]
+    own, totals = None, list[torch.Tensor | None]([None] * len(weights))
+    for block, shard in blocks:
+        part = given._replace(
+            x=shard,
+            dys=[block.of(dy) for dy in dys],
+            dgathered=None if dgathered is None else block.of(dgathered),
+            group=crossing.inside,
+            rows=block.sizes,
+            gathered=None if gathered is None else block.of(gathered),
+            crossed=(),
+        )
+        engine = _plan_inside(crossing.inside, block.sizes, x, weights, told).engine
+        dx, dws = generic_backward(part) if engine == "generic" else run_backward(engine, part)
+        for i, dw in enumerate(dws):
+            if dw is not None:
+                total = totals[i]
+                totals[i] = dw.to(sum_dtype(x)) if total is None else total.add_(dw)
+        if dx is not None and block is crossing.own:
+            own = dx
+        elif dx is not None:
+            crossing.give_back(block, dx)
+    dx = None if own is None else crossing.summed(own, sum_dtype(x)).to(x.dtype)
+    return dx, [None if total is None else total.to(x.dtype) for total in totals]
+
+
 def generic_backward(given: GatherGradient, dim: int = 0) -> GatherGradients:
     """The same by collectives and matmuls, which are differentiable themselves.
 
@@ -339,7 +458,7 @@ def generic_backward(given: GatherGradient, dim: int = 0) -> GatherGradients:
         given: x and its gradients may have more dims here; a dy that is None stands for 0.
         dim: along which x is gathered; `given.rows` are the lengths.
     """
-    x, weights, dys, dx, group, sizes, needs_x, needs_w, gathered, _ = given
+    x, weights, dys, dx, group, sizes, needs_x, needs_w, gathered, *_ = given
     dws: list[torch.Tensor | None] = [None] * len(weights)
     if gathered is None and any(needs_w):
         gathered = all_gather(x, group, dim=dim, sizes=sizes)

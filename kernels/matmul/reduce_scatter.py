@@ -1,4 +1,4 @@
-"""matmul_reduce_scatter: this rank's rows of the sum over ranks of x @ w, on three engines.
+"""matmul_reduce_scatter: this rank's rows of the sum over ranks of x @ w.
 
 W ranks; rank r holds K_r of the K columns of x, and those rows of w:
 
@@ -14,6 +14,10 @@ order. One large matmul and no copy: the sum itself moves the data.
 Backward: dx = dy @ w^T and dw = x^T @ dy for the gathered gradient dy; both use one gather, as in
 the forward of `all_gather`.
 
+Over several hosts, both go block by block (`collectives.hosts`): a host adds up the rows of each
+other host inside, fused, and sends its sum while it multiplies the next; its own come last. The
+gradient's blocks come as those of the forward of `all_gather` do.
+
 The triton engine is in `reduce_scatter_kernel`; its backward uses the kernels of
 `all_gather_kernel`.
 """
@@ -25,22 +29,27 @@ from typing import NamedTuple
 
 import torch
 
-from weft.collectives import Group, all_gather, exchange, workspace
+from weft import settings
+from weft.collectives import Group, all_gather, exchange, reduce_scatter, workspace
 from weft.collectives.device.launches import layouts_of
+from weft.collectives.hosts import Crossing
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
 from weft.collectives.ranks.group import GroupLike
 from weft.kernels.engine import shards
 from weft.kernels.engine.autocast import autocast
 from weft.kernels.engine.chips import chip_of
-from weft.kernels.engine.engines import RunnableEngine, record_backward
+from weft.kernels.engine.engines import RunnableEngine, choose, record_backward
 from weft.kernels.engine.local_matmul import (
     SumOp,
     WeightGrad,
+    finished,
     matmul,
     mm,
+    partial_matmul,
     partials_cost,
     sum_dtype,
 )
+from weft.kernels.engine.plans import Plans
 from weft.kernels.engine.replicated import Summed
 from weft.kernels.matmul.fused_sum import (
     FusedSum,
@@ -48,6 +57,7 @@ from weft.kernels.matmul.fused_sum import (
     Operands,
     SumCall,
     SumFunction,
+    SumPlan,
     summed_reference,
 )
 from weft.kernels.matmul.gather_engines import gather_workspace
@@ -85,7 +95,8 @@ def matmul_reduce_scatter(
             default torch.bfloat16.
         wire_dtype: in which partial sums travel: torch.bfloat16 or torch.float16, as a process
             group's do, are half the bytes of torch.float32 and round each rank's term. None: the
-            upper 24 bits of fp32 in kernels if the result is half precision, else fp32.
+            upper 24 bits of fp32 in kernels if the result is half precision, else fp32; between
+            hosts, the dtype of the result, rounded once a host.
 
     Returns:
         A new tensor, added up in fp32 in rank order; it may be non-contiguous if `scatter_dim` > 0.
@@ -140,6 +151,8 @@ def _gradients(
 
 def run_backward(engine: RunnableEngine, given: ScatterGradient) -> Gradients:
     """The gradients that are needed, by a fused engine."""
+    if engine == "hosts":
+        return _hosts_backward(given)
     return _host_backward(given) if engine == "host" else _triton_backward(given)
 
 
@@ -190,6 +203,73 @@ def _host_backward(given: ScatterGradient) -> Gradients:
             if gradient is not None:
                 ex.result(gradient)
     return dx, dw, db
+
+
+# By the group inside a host, the rows of its ranks, and the operands.
+_inside = Plans[SumPlan](f"{__name__}._inside")
+
+
+def hosts_forward(call: SumCall, given: Operands) -> torch.Tensor:
+    """This rank's rows of the sum, by whichever engine inside each host."""
+    x, w, bias, residual = given
+    wire = call.wire_dtype or call.dtype
+    crossing = Crossing(call.group, call.rows, w.shape[1] * wire.itemsize, call.op.name)
+    for block in (*crossing.foreign, crossing.own):
+        part = block.of(x)
+        plan = _plan_inside(crossing.inside, block.sizes, part, w, call)
+        if plan.engine == "generic":
+            total = reduce_scatter(partial_matmul(part, w), crossing.inside, sizes=plan.rows)
+        else:
+            inside = call._replace(op=OP, group=crossing.inside, plan=plan, average=False)
+            total = inside.made_of(Operands(part, w, None, None))
+        if block is not crossing.own:
+            crossing.give_back(block, total.to(wire))
+    total = crossing.summed(total, sum_dtype(total))
+    if call.average:
+        total /= call.group.world_size
+    return finished(total, bias, residual, call.dtype)
+
+
+def _plan_inside(
+    group: Group, rows: list[int], x: torch.Tensor, w: torch.Tensor, call: SumCall
+) -> SumPlan:
+    """How the ranks of one host add up a block."""
+
+    def made() -> SumPlan:
+        problem = OP.problem(x, w, group, 0, call.wire_dtype)
+        shape = [rows[group.rank], w.shape[1]]
+        return SumPlan(choose(problem, group, x.device), 0, rows, rows, shape)
+
+    key = group, *rows, call.wire_dtype, call.told, settings.current_engine(), *layouts_of((x, w))
+    return _inside.of(key, made)
+
+
+def _hosts_backward(given: ScatterGradient) -> Gradients:
+    x, w, dy, group, rows, average, (needs_x, needs_w, needs_b), told = given
+    dx = torch.empty_like(x) if needs_x else None
+    dw = None
+    crossing = Crossing(group, rows, w.shape[1] * x.element_size(), f"{OP.name} backward")
+    own = dy / group.world_size if average else dy
+    for block, shard in crossing.fetched(own) if needs_x or needs_w else ():
+        part = ScatterGradient(
+            block.of(x), w, shard, crossing.inside, block.sizes, False, (needs_x, needs_w, False),
+            told,
+        )  # fmt: skip
+        problem = OP.problem(part.x, w, crossing.inside, 0)
+        engine = choose(problem, crossing.inside, x.device)
+        if engine == "generic":
+            made, more, _ = _differentiable_backward(part)
+        else:
+            made, more, _ = run_backward(engine, part)
+        if dx is not None and made is not None:
+            block.put(made, dx)
+        if more is not None:
+            dw = more.to(sum_dtype(w)) if dw is None else dw.add_(more)
+    db = None
+    if needs_b:  # alike on every rank: added up in their order
+        sums = all_gather(dy.sum(0, keepdim=True, dtype=sum_dtype(w)), group, sizes=[1] * len(rows))
+        db = sums.sum(0).to(w.dtype)
+    return dx, None if dw is None else dw.to(w.dtype), db
 
 
 def _triton_forward(call: SumCall, given: Operands) -> torch.Tensor:
@@ -266,8 +346,7 @@ def _differentiable_backward(given: ScatterGradient) -> Gradients:
 OP = FusedSum(
     "matmul_reduce_scatter",
     _MatmulReduceScatter,
-    _host_forward,
-    _triton_forward,
+    {"host": _host_forward, "triton": _triton_forward, "hosts": hosts_forward},
     _gradients,
 )
 

@@ -16,7 +16,6 @@ of the residual and of every rank's x: nothing moves.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Literal
 
 import torch
 
@@ -26,7 +25,7 @@ from weft.collectives.profiled import profiled
 from weft.collectives.ranks.flight import call_of
 from weft.collectives.ranks.group import GroupLike, group_name
 from weft.collectives.ranks.traced import is_call_traced
-from weft.kernels.engine.fp8 import magnitudes, quantized
+from weft.kernels.engine.fp8 import Quantize, check_quantize, magnitudes, quantized
 from weft.kernels.engine.local_matmul import as_rows, check_residual, needs_gradient
 from weft.kernels.norm.rms_norm import (
     NormCall,
@@ -48,7 +47,7 @@ def all_reduce_residual_rms_norm(
     group: GroupLike = None,
     *,
     eps: float = 1e-6,
-    quantize: Literal["fp8"] | None = None,
+    quantize: Quantize | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """rms_norm of the sum of every rank's x and a residual, and that sum; all on every rank.
 
@@ -82,8 +81,7 @@ def all_reduce_residual_rms_norm(
         x = [[3., 6.]] on both of 2 ranks, no residual, eps 0: h = [[6., 12.]] and
         y = [[.6325, 1.2649]] on both; in fp8 y = [[224., 448.]] and scale = [[.002823]].
     """
-    if quantize not in (None, "fp8"):
-        raise ValueError(f'quantize must be None or "fp8", got {quantize!r}')
+    check_quantize(quantize)
     if quantize and needs_gradient((x, residual, weight)):
         raise NotImplementedError(
             f"{_OP} with quantize={quantize!r} has no gradient: call it under torch.no_grad(), or "

@@ -149,6 +149,39 @@ def test_the_table_of_the_readme_is_made_from_results(folder: Path) -> None:
     assert re.match(r"Collectives, 1 KiB to 64 KiB a rank: \d", lines[-1])
 
 
+def test_what_gpus_have_measured_is_a_line_of_the_readme(tmp_path: Path) -> None:
+    """Ours beside the peer, by kind: a range where there are several."""
+
+    def case(suite: str, name: str, us: float, peer: str, **params: Any) -> rows.Case:
+        times = {"weft": rows.Timing([us], [us]), peer: rows.Timing([60.0], [60.0])}
+        params = {"dtype": "bfloat16"} | params
+        return rows.Case(suite, name, params, times, main="weft", peer=peer)
+
+    gather = {"op": "all_gather_matmul", "M": 8192}
+    own = [
+        case("matmul", "large", 80.0, "torch.mm", M=4096),
+        case("matmul", "larger", 60.0, "torch.mm", M=8192),
+        case("matmul", "few", 120.0, "torch.mm", M=128),
+        case("local attention", "a", 100.0, "cuDNN", step="forward"),
+    ]
+    solo = [
+        case("solo", "b", 75.0, "cuBLAS", **gather, ranks=8),
+        case("solo", "of fp8", 99.0, "cuBLAS", **gather | {"dtype": "float8_e4m3fn"}, ranks=8),
+        case("solo", "of two", 99.0, "cuBLAS", **gather, ranks=2),
+    ]
+    where = {"gpus": [{"name": "Some GPU"}]}
+    rows.Result("gpu", where, own).write(tmp_path / "some-gpu.json")
+    rows.Result("solo", where, solo).write(tmp_path / "some-gpu.solo.json")
+    assert readme._on_gpus(tmp_path) == []
+    (tmp_path / "some-gpu.outcomes.jsonl").write_text("")
+    (line,) = readme._on_gpus(tmp_path)
+    assert (
+        "one Some GPU, bf16, speed relative to the quickest library: matmuls from 1024 rows at "
+        "0.75 to 1.00 of cuBLAS, matmuls of fewer rows at 0.50 of cuBLAS, attention forward at "
+        "0.60 of cuDNN, fused matmuls as one rank of 8 at 0.80 of cuBLAS ("
+    ) in line
+
+
 @pytest.fixture(scope="module")
 def planted() -> dict[str, rows.Case]:
     """The cases of the planted suite, and that of a suite in a file."""

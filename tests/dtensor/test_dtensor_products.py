@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 import random
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from dtensors import world
 from torch.nn import functional
 
+import weft
 from weft.dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from weft.dtensor.debug import CommDebugMode
+from weft.dtensor.rules import matmul
 
 GROUPS, K, N = 4, 8, 16
 
@@ -90,6 +93,67 @@ def test_matmuls_of_groups_that_move_nothing() -> None:
             result = functional.grouped_mm(*ours, offs=offs)
         assert comm.get_total_counts() == 0, kind
         assert result.placements == (of_result,), kind
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_weights_cut_by_group_have_gradients_of_their_own_groups_alone(transposed: bool) -> None:
+    """On whole rows each rank contracts its groups', and moves nothing."""
+    x, w, ends = factors("2x3")
+    wide = w.mT.contiguous().mT if transposed else w
+    ours = distribute_tensor(wide, world(), [Shard(0)]).requires_grad_()
+    rows, offs = distribute_tensor(x, world()), distribute_tensor(ends, world())
+    result = functional.grouped_mm(rows, ours, offs=offs)
+    seed = distribute_tensor(torch.randint(-1, 2, result.shape).bfloat16(), world())
+    contract = patch.object(matmul, "grouped_weight_grad", wraps=matmul.grouped_weight_grad)
+    with CommDebugMode() as comm, contract as contracted:
+        (grad,) = torch.autograd.grad(result, ours, seed)
+    assert comm.get_total_counts() == 0
+    assert grad.placements == (Shard(0),)
+    assert grad.to_local().stride() == ours.to_local().stride()
+    own = ours.to_local().shape[0]
+    assert [len(call.args[3]) for call in contracted.call_args_list] == [own] * (own > 0)
+    plain = w.clone().requires_grad_()
+    functional.grouped_mm(x, plain, offs=ends).backward(seed.to_local())
+    assert torch.equal(grad.full_tensor(), plain.grad)
+    second = []
+    for a, b, of, dy in ((rows, ours, offs, seed), (x, plain, ends, seed.to_local())):
+        a.requires_grad_()
+        y = functional.grouped_mm(a, b, offs=of)
+        (first,) = torch.autograd.grad(y, b, dy, create_graph=True)
+        second.append(torch.autograd.grad((first * b.detach()).sum(), a)[0])
+    assert torch.equal(second[0].full_tensor(), second[1])
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("last", [20, 24], ids=["rows of no group", "all rows"])
+def test_rows_travel_to_weights_that_are_cut_by_group(last: int) -> None:
+    """Where that is the cheapest: few rows, large weights."""
+    torch.manual_seed(0)
+    ones = lambda *shape: torch.randint(-1, 2, shape).bfloat16()  # noqa: E731
+    x, w, seed = ones(24, 64), ones(8, 64, 512), ones(24, 512)
+    ends = torch.tensor([0, 3, 9, 9, 10, 12, 18, last], dtype=torch.int32)
+    plain = [t.clone().requires_grad_() for t in (x, w)]
+    expected = functional.grouped_mm(*plain, offs=ends)
+    expected[last:] = 0
+    expected.backward(seed)
+    plain[0].grad[last:] = 0  # torch leaves them undefined
+    ours = [distribute_tensor(t, world(), [Shard(0)]).requires_grad_() for t in (x, w)]
+    offs = distribute_tensor(ends, world())
+    told = str(weft.explain(lambda: functional.grouped_mm(*ours, offs=offs)))
+    assert "dispatch_grouped_matmul is the cheapest" in told, told
+    dy = distribute_tensor(seed, world(), [Shard(0)])
+    with CommDebugMode() as comm:
+        y = functional.grouped_mm(*ours, offs=offs)
+        y.backward(dy)
+    counts = {str(op).split(".")[-1]: n for op, n in comm.get_comm_counts().items()}
+    assert {*counts} == {"all_gather_into_tensor", "all_to_all_single"}, counts
+    assert counts["all_gather_into_tensor"] == 1  # of ids
+    assert y.placements == (Shard(0),)
+    assert torch.equal(y.full_tensor(), expected)
+    for mine, theirs in zip(ours, plain, strict=True):
+        assert mine.grad.placements == (Shard(0),)
+        assert torch.equal(mine.grad.full_tensor(), theirs.grad)
 
 
 def fp8(*shape: int) -> torch.Tensor:

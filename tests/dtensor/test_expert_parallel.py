@@ -14,6 +14,7 @@ from torch.nn import functional
 from weft.dtensor import DTensor, Replicate, Shard, distribute_tensor
 from weft.dtensor.parallel import ExpertParallel, parallelize_module
 from weft.kernels import grouped_matmul
+from weft.kernels.engine.fp8 import magnitudes, quantized
 
 H, F = 12, 8
 
@@ -193,9 +194,22 @@ def test_in_a_graph() -> None:
 
 
 @pytest.mark.ranks(2)
+def test_tokens_travel_in_fp8() -> None:
+    module, whole = pair(RoutedExperts, 4, torch.float64)
+    parallelize_module(module, world(), ExpertParallel(quantize="fp8"))
+    x, ids, weights = routed(5, 4, 2, dist.get_rank())
+    rounded, scales = quantized(x, magnitudes(x))
+    y = module(x, ids, weights)
+    torch.testing.assert_close(y, whole((rounded.float() * scales).double(), ids, weights))
+    assert not torch.allclose(y, whole(x, ids, weights))
+
+
+@pytest.mark.ranks(2)
 def test_what_is_no_stack_of_experts() -> None:
     with pytest.raises(NotImplementedError, match="stacks"):
         parallelize_module(nn.Linear(4, 6), world(), ExpertParallel())
     module = parallelize_module(RoutedExperts(4, torch.float32), world(), ExpertParallel())
     with pytest.raises(TypeError, match="got 1 arguments"):
         module(torch.randn(3, H))
+    with pytest.raises(ValueError, match=r"topk_weights must be floats \(3, 2\).*got \(3, 1\)"):
+        module(torch.randn(3, H), torch.zeros(3, 2, dtype=torch.long), torch.ones(3, 1))

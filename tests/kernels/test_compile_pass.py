@@ -164,8 +164,7 @@ def test_styles_of_torch_are_fused_forward_and_backward(ranks: Any) -> None:
         one = (*GATHER, "1 matmul")
         assert found == [[one, SCATTER], [one, SCATTER]]
     for found in ranks(2, torch_styles, "attention whole"):
-        # The gradients of three inputs are added up before they are summed over ranks.
-        assert found[0] == [REDUCE]
+        assert found == [[REDUCE], [REDUCE] * 3]
 
 
 def shared_gather() -> list[list[tuple[str, str, str]]]:
@@ -178,7 +177,7 @@ def shared_gather() -> list[list[tuple[str, str, str]]]:
 def test_matmuls_that_share_a_gather_are_one_op(ranks: Any) -> None:
     for forward, _ in ranks(2, shared_gather):
         same = (*GATHER, "the same is gathered once")
-        assert forward == [same, same, (*GATHER, "3 matmuls"), SCATTER]
+        assert forward == [(*GATHER, "3 matmuls"), same, same, SCATTER]
 
 
 class Megatron(nn.Module):
@@ -250,6 +249,81 @@ def batches() -> list[Any]:
 def test_batches_of_one_and_symbols(ranks: Any) -> None:
     for dynamic, static in ranks(2, batches):
         assert dynamic == [(2, 2)] * 2 and static == [(2, 2)] * 3
+
+
+def rewritten(
+    call: Callable[..., Any], *given: torch.Tensor, atol: float = 2e-5
+) -> list[tuple[str, str]]:
+    """What became of the collectives of `call`, whose results must stay what they are."""
+    graphs: list[Receipts] = []
+    torch._dynamo.reset()
+    made = torch.compile(call, backend=by_pass(False, graphs), fullgraph=True)(*given)
+    torch.testing.assert_close(made, call(*given), rtol=2e-5, atol=atol)
+    return [(r.fused, r.why) for receipts in graphs for r in receipts]
+
+
+def chains() -> list[Any]:
+    x, up, down = torch.randn(1, S, H), torch.randn(H, F), torch.randn(F, H)
+    half = torch.bfloat16
+
+    def einsum(x: torch.Tensor) -> torch.Tensor:
+        y = torch.einsum("bsh,hf->bsf", all_gather_tensor(x, 1, world()), up).relu()
+        y = torch.einsum("bsf,fh->bsh", y, down)
+        result: torch.Tensor = reduce_scatter_tensor(y, "sum", 1, world())
+        return result
+
+    def cast_up(x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(all_gather_tensor(x, 1, world()).to(half) @ up.to(half)) @ down.to(half)
+        result: torch.Tensor = reduce_scatter_tensor(y.float(), "sum", 1, world())
+        return result
+
+    def cast_down(x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = all_reduce((x @ up).to(half), "sum", world())
+        return result
+
+    def mean_of_sums(x: torch.Tensor) -> torch.Tensor:
+        y = (x @ up).relu() @ down + x @ up @ down
+        result: torch.Tensor = reduce_scatter_tensor(y, "avg", 1, world())
+        return result
+
+    def something_else(x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = reduce_scatter_tensor(x @ up @ down + x, "sum", 1, world())
+        return result
+
+    found = [rewritten(einsum, x), rewritten(cast_up, x, atol=0.5), rewritten(cast_down, x)]
+    return [*found, rewritten(mean_of_sums, x), rewritten(something_else, x)]
+
+
+def test_casts_batches_of_one_and_sums_of_matmuls(ranks: Any) -> None:
+    both = [("all_gather_matmul", "1 matmul"), ("matmul_reduce_scatter", "a matmul")]
+    for found in ranks(2, chains):
+        assert found == [
+            both,
+            both,
+            [("matmul_all_reduce", "a matmul")],
+            [("all_gather_matmul_backward", "2 matmuls")],
+            [("", "each rank adds what no matmul makes")],
+        ]
+
+
+def gathers_far_apart() -> list[Any]:
+    x, w = torch.randn(S, H), torch.randn(H, H)
+
+    def twice(x: torch.Tensor, kept: bool) -> tuple[torch.Tensor, ...]:
+        gathered = all_gather_tensor(x, 0, world())
+        y = gathered @ w
+        y = y + all_reduce(y.relu(), "sum", world())
+        again = all_gather_tensor(x, 0, world()) @ w.t()
+        return y, again, gathered.abs() if kept else again.sum()
+
+    return [rewritten(lambda x, kept=kept: twice(x, kept), x) for kept in (False, True)]
+
+
+def test_a_gather_is_shared_only_where_that_keeps_nothing_longer(ranks: Any) -> None:
+    one, other = ("all_gather_matmul", "1 matmul"), ("", "no matmul makes what it adds up")
+    for apart, kept in ranks(2, gathers_far_apart):
+        assert apart == [one, other, one]
+        assert kept == [one, ("all_gather_matmul", "the same is gathered once"), other]
 
 
 class Biased(nn.Module):

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from expert_tables import Routed
 from needs import needs_interpreter
-from sim_cases import combined, dispatched
+from sim_cases import combined, dispatched, dispatched_in_fp8
+from test_experts import travelled
 from torch.nn import functional
 
 from weft import sim
@@ -114,6 +115,7 @@ def dispatching(count: int) -> None:
             config = replace(config, copy_programs=2, programs=4, chunk_rows=8, copy_m=4)
         config = replace(config, descriptors=index // 2 % 2 == 1)
         late(index, rank, W)
+        quantize = index % 3 == 0 and config.copy_programs > 0
         made = expert_launch.launch_dispatch(
             xs[rank],
             weights,
@@ -123,9 +125,11 @@ def dispatching(count: int) -> None:
             numbers=numbers[rank] if index % 3 else None,
             activation=activation,
             keep_sums=index % 4 == 2,
+            quantize=quantize,
             config=config,
         )
         ws.check("dispatching")
+        xs = [travelled(x) for x in xs] if quantize else xs
         real = len(table.ranks) - spare
         pairs = [*zip(table.ranks[:real].tolist(), table.slots[:real].tolist(), strict=True)]
         rows = (
@@ -260,8 +264,8 @@ def test_against_float64(ranks, virtual_ranks, body, world_size):
 
 @pytest.mark.parametrize(
     "case",
-    [dispatched, partial(dispatched, direct=True), combined],
-    ids=["fetched", "direct", "combined"],
+    [dispatched, partial(dispatched, direct=True), dispatched_in_fp8, combined],
+    ids=["fetched", "direct", "fp8", "combined"],
 )
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_schedules_without_a_race(case, world_size):

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 import weft
 from weft.dtensor import DTensor, Shard, checkpoint, init_device_mesh
+from weft.kernels.engine.fp8 import magnitudes, quantized
 
 H, F = 10, 14
 
@@ -218,6 +219,15 @@ def test_misuse_is_an_error_on_every_rank(engine: weft.settings.Engine) -> None:
     ):
         with weft.engine(engine), pytest.raises(ValueError, match=message):
             layer(*args)
+    with pytest.raises(ValueError, match=r"quantize must be None .* 'int8'"):
+        weft.ExpertParallelMLP(5, H, F, quantize="int8")  # type: ignore[arg-type]
+    routing = weft.kernels.route(ids, 5)
+    for asked in ({"capacity": 99}, {"sizes": [4, 4]}, {"tensor_parallel_size": 2}):
+        with pytest.raises(ValueError, match=f"a routing has its own {next(iter(asked))}"):
+            weft.dispatch_grouped_matmul(x, routing, layer.up_proj.mT, **asked)
+    weft.dispatch_grouped_matmul(x, routing, layer.up_proj.mT, dist.group.WORLD)
+    with weft.engine(engine), pytest.raises(weft.MismatchError, match=r"quantize.*fp8"):
+        weft.dispatch_grouped_matmul(x, ids, layer.up_proj.mT, quantize="fp8" if rank else None)
     layer.capacity = 7
     with pytest.raises(ValueError, match="up to 8 rows, more than capacity=7"):
         layer(x, ids, weights)
@@ -278,6 +288,30 @@ def test_second_derivatives(tp: int) -> None:
     grads = {"gate_proj": gate, "up_proj": up, "down_proj": experts.down_proj.grad}
     for name, grad in grads.items():
         torch.testing.assert_close(getattr(layer, name).grad, layer.part(name, grad))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("engine", ["host", "generic"])
+def test_gradients_pass_by_the_rounding_to_fp8(engine: weft.settings.Engine) -> None:
+    """Those of a layer to which tokens come as they are, but are what fp8 makes of them."""
+    tokens, experts = [3, 2], made("stacked", 3).double()
+    x, ids, weights = (mine(t, tokens) for t in problem(tokens, 3))
+    rounded, scales = quantized(x, magnitudes(x))
+    given = {"fp8": x, None: (rounded.float() * scales).double()}
+    found = []
+    for quantize, tokens_of in given.items():
+        layer = weft.ExpertParallelMLP.from_experts(experts, quantize=quantize)
+        leaf = tokens_of.clone().requires_grad_()
+        with weft.engine(engine):
+            y = layer(leaf, ids, weights)
+            grads = torch.autograd.grad(
+                y.sin().sum(), (leaf, *layer.parameters()), create_graph=True
+            )
+            second = torch.autograd.grad(sum((g**3).sum() for g in grads), leaf)
+        found.append([y, *grads, *second])
+    for ours, want in zip(*found, strict=True):
+        torch.testing.assert_close(ours, want)
+    assert not torch.equal(*given.values())
 
 
 @pytest.mark.ranks(2)

@@ -11,6 +11,7 @@ from needs import needs_interpreter
 from torch.nn import functional
 
 import weft
+from weft import sim
 from weft.collectives import chunk_sizes, resolve
 from weft.kernels.experts.dispatch import dispatch_grouped_matmul_reference
 
@@ -37,6 +38,15 @@ def routes(T: int, k: int, E: int, kind: str, seed: int) -> torch.Tensor:
     return torch.tensor(ids, dtype=torch.int64).reshape(T, k)
 
 
+def travelled(x: torch.Tensor) -> torch.Tensor:
+    """x as it arrives in fp8, within what e4m3 rounds: 4 bits, or the last one below 2**-6."""
+    scale = x.float().abs().amax(1, keepdim=True) / 448
+    made = ((x.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)
+    wide, eps = x.double(), torch.finfo(x.dtype).eps
+    assert ((made.double() - wide).abs() <= (2**-4 + eps) * wide.abs() + 2**-10 * scale).all()
+    return made
+
+
 class Problem:
     """Operands of all ranks, in any dtype: `E` experts on `W // tp` sets of ranks."""
 
@@ -45,6 +55,7 @@ class Problem:
         self.k, self.E = case.get("k", 2), case.get("E", 5)
         tokens = case["tokens"]
         kind = case.get("kind", "random")
+        self.quantize = case.get("quantize")
         self.xs = [normal((t, K), self.dtype, r) for r, t in enumerate(tokens)]
         self.ids = [routes(t, self.k, self.E, kind, r) for r, t in enumerate(tokens)]
         self.weights = [
@@ -63,9 +74,10 @@ class Problem:
 
     def exact(self) -> dict[str, list[torch.Tensor]]:
         """Results and gradients in float64, of all ranks; weights' of all experts."""
+        arrived = [*map(travelled, self.xs)] if self.quantize else self.xs
         wide = [
             [x.double().requires_grad_() for x in xs]
-            for xs in (self.xs, self.weights, [self.gate, self.up, self.down])
+            for xs in (arrived, self.weights, [self.gate, self.up, self.down])
         ]
         xs, weights, (gate, up, down) = wide
         ys = []
@@ -122,7 +134,7 @@ def layer(case: dict[str, Any]) -> list[torch.Tensor]:
         with weft.engine(case["engine"]):
             h, routing = weft.dispatch_grouped_matmul(
                 x, told.ids[rank], (gate, up), activation="swiglu",
-                tensor_parallel_size=told.tp, keep_gathered=bool(again),
+                tensor_parallel_size=told.tp, keep_gathered=bool(again), quantize=told.quantize,
             )  # fmt: skip
             y = weft.grouped_matmul_combine(h, down, weights, routing)
             y.backward(told.dys[rank])
@@ -157,6 +169,8 @@ CASES = {
     "bfloat16": {"tokens": (7, 5, 9, 3), "dtype": torch.bfloat16},
     "float16": {"tokens": (7, 5, 9, 3), "dtype": torch.float16},
     "float64": {"tokens": (7, 5, 9, 3), "dtype": torch.float64},
+    "fp8": {"tokens": (7, 5, 9, 3), "quantize": "fp8", "kind": "padding"},
+    "fp8 of bfloat16": {"tokens": (7, 0, 9, 3), "quantize": "fp8", "dtype": torch.bfloat16},
 }
 
 
@@ -195,7 +209,7 @@ def compiled_layer(engine: str) -> None:
         y = weft.grouped_matmul_combine(h, down, weights, routing)
         # Those who bring their own matmul, and balance by the load.
         again = weft.kernels.route(ids, 5)
-        rows = weft.kernels.dispatch(y[:, :K], again)
+        rows = weft.kernels.dispatch(y[:, :K], again, quantize="fp8")
         out = weft.kernels.grouped_matmul(rows, gate, again.ends)
         return y, weft.kernels.combine(out, None, again) * again.load[0]
 
@@ -253,3 +267,25 @@ def rows_alone(engine: Any) -> None:
 def test_rows_alone_and_weights_that_share_them(ranks: Any, engine: str) -> None:
     for W in (1, 2, 3):
         ranks(W, rows_alone, engine)
+
+
+@needs_interpreter
+def test_rows_in_fp8_are_half_the_bytes_of_a_link() -> None:
+    """Of 64 tokens a rank, each for one expert there and one at the other, so that 64 come."""
+    T, K = 64, 256
+
+    def crossed(dtype: torch.dtype, quantize: Any) -> float:
+        def body(rank: int) -> None:
+            x, w = torch.zeros(T, K, dtype=dtype), torch.zeros(1, K, 16, dtype=dtype)
+            ids = torch.tensor([[0, 1]] * T)
+            with weft.engine("triton"):
+                weft.dispatch_grouped_matmul(x, ids, w, quantize=quantize, sizes=[T, T])
+
+        timeline = sim.run(2, body, hardware="h100", numerics=False).timeline
+        return timeline.summary()["link_bytes"]
+
+    ids = crossed(torch.bfloat16, None) - 2 * T * K
+    assert 0 <= ids <= 16 * T  # what the ranks tell each other
+    # Scales, of a few rows at a time, are latency alone to the simulator.
+    assert crossed(torch.bfloat16, "fp8") == ids + T * K
+    assert crossed(torch.float32, None) == ids + 4 * T * K

@@ -44,6 +44,7 @@ def calls() -> list[tuple[Any, tuple[Any, ...]]]:
         (ops.route, (ids, 0, name, 1, 99, sizes, 2 * W)),
         (ops.dispatch_grouped_matmul, (x[0], [experts, leaf(2, 8, 5)], *place, 1, True)),
         (ops.dispatch_grouped_matmul, (x[0], [], *place)),
+        (ops.dispatch_grouped_matmul, (x[0], [experts], *place, 1, False, "fp8")),
         (ops.grouped_matmul_combine, (rows, leaf(2, 6, 8), leaf(sizes[rank], 2), *place)),
         (ops.grouped_matmul_combine, (rows, None, None, *place)),
         (ops.grouped_matmul, (leaf(9, 8), experts, torch.tensor([4, 7]).int())),

@@ -22,8 +22,8 @@ import weft
 from weft.bench.measure import deviation, listed
 from weft.bench.problem import Spec
 from weft.bench.rows import Case, Result, Timing
+from weft.bench.solo import attention_tiles, command, compiling, measure, rates, sweep
 from weft.bench.solo import cases as solo_cases
-from weft.bench.solo import command, compiling, measure, rates, sweep
 from weft.bench.solo import page as solo_page
 from weft.collectives.ranks.pad import pad_bytes
 from weft.errors import MismatchError, PeerTimeout
@@ -219,6 +219,23 @@ def test_launches_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     # What is quicker by no more than noise is not worth an entry's risk.
     some = [Trial(trial.choice, us) for trial, us in zip(trials, (9.0, 8.9, 9.1), strict=True)]
     assert sweep.best_of(some) is some[0]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_tiles_of_attention_are_searched(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong ones are out, and the kernel's own are compared with."""
+    spec = attention_tiles.specs(True)[number]
+    name = "block_m" if spec.params["step"] == "forward" else "dkv_m"
+    times = iter([9.0] * 9 + [5.0] * 9)
+    monkeypatch.setattr(measure.Stopwatch, "us", lambda self, call, before: next(times))
+    found = attention_tiles.search(spec, CPU)
+    assert found["choice"] == {name: 16} and (found["us"], found["heuristic_us"]) == (5.0, 9.0)
+    assert found["times"] == [[{}, 9.0], [{name: 16}, 5.0]]
+    times = iter([9.0] * 9)
+    deviations = iter([0.0, 1.0])
+    monkeypatch.setattr(attention_tiles, "deviation", lambda made, expected: next(deviations))
+    found = attention_tiles.search(spec, CPU)
+    assert found["choice"] == {} and "times the tolerance" in found["failed"][0]
 
 
 def test_a_wrong_launch_is_not_the_best(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,7 +138,7 @@ print(time.monotonic() - gpu._started())
 def test_a_page_that_cannot_be_made_does_not_end_the_run(tmp_path, monkeypatch) -> None:
     this = gpu.Slice(
         tmp_path, "cpu", True, time.monotonic() + 60, gpu.Log(tmp_path / "log.txt", 0.0),
-        {}, False,
+        {"plain": gpu_steps.names("plain", "cpu", True)}, False,
     )  # fmt: skip
     with open(this.record, "ab") as file:
         file.write(b"no line\n" + json.dumps(
@@ -181,6 +181,45 @@ def test_figures_are_of_one_chip_and_parts_stand_beside_the_whole(tmp_path: Path
     (case,) = Result.read(tmp_path / "solo.json").cases
     assert case.name == "norm a" and set(case.timed) == {"weft", "without waits"}
     assert "norm b" not in (tmp_path / "page.md").read_text()
+
+
+def test_attention_is_beside_the_quickest_library_and_each_figure_names_its_commit(
+    tmp_path: Path,
+) -> None:
+    """A bound that the library is far from is left out; what is published needs no GPU."""
+    times = {
+        name: Timing([us], [us]) for name, us in (("weft", 8.0), ("flash", 6.0), ("cuDNN", 4.0))
+    }
+    attention = Case("local attention", "attention a", {}, times, main="weft", peer="flash")
+    near, far = (
+        Case(
+            "matmul", name, {}, {each: Timing([5.0], [5.0]) for each in ("weft", "torch.mm")},
+            {"memory": Timing([us], [us])}, main="weft", peer="torch.mm",
+        )
+        for name, us in (("matmul near", 4.0), ("matmul far", 1.0))
+    )  # fmt: skip
+    run = gpu_page.where("cpu") | {"chip": "h100", "cache": "c"}
+    record = [{"run": run | {"commit": "aaa", "sources": "1"}}]
+    record += [outcome("plain", case.name, row=case.as_dict()) for case in (attention, near, far)]
+    record += [{"run": run | {"commit": "bbb", "sources": "2"}}, outcome("proof", "W4/plain/norm")]
+    record += [outcome("plain", "attention a", row=attention.as_dict())]
+    (tmp_path / "outcomes.jsonl").write_text("".join(f"{json.dumps(e)}\n" for e in record))
+    found = gpu.read_record(tmp_path / "outcomes.jsonl")
+    gpu_page.write(tmp_path, found.runs, found.found)
+    kept = {case.name: case for case in Result.read(tmp_path / "figures.json").cases}
+    assert kept["attention a"].peer == "cuDNN" and kept["attention a"].gain.median == 0.5
+    assert kept["matmul near"].bound_us == 4.0 and kept["matmul far"].bound_us is None
+    page = (tmp_path / "page.md").read_text()
+    assert "- proof W4/plain, commit bbb: norm\n" in page
+    assert "- bbb: attention a\n- aaa: matmul near, matmul far\n" in page
+    for folder in ("bench/results", "docs", "kernels"):
+        (tmp_path / "root" / folder).mkdir(parents=True)
+    gpu_page.publish(tmp_path, tmp_path / "root")
+    assert (tmp_path / "root" / "docs" / "gpu.md").read_text() == page
+
+
+def outcome(step: str, case: str, **more: Any) -> dict[str, Any]:
+    return {"step": step, "case": case, "outcome": "passed", "seconds": 1.0, "why": ""} | more
 
 
 def test_ranks_are_late_before_each_launch(tmp_path, monkeypatch) -> None:
@@ -379,7 +418,7 @@ def test_a_killed_run_goes_on_from_a_copy(tmp_path: Path, capsys: Any) -> None:
         "log.txt", "outcomes.jsonl", "page.md",
     ]  # fmt: skip
     page = (second / "page.md").read_text()
-    assert "| threads | 3 |" in page and "of a GPU only" in page
+    assert "on streams, mixed | 3 |" in page and "of a GPU only" in page
     # In the folder that it has, too, nothing is left to do.
     assert gpu.main([*chosen, "--resume", str(second)]) == 0
     assert "==" not in capsys.readouterr().out
@@ -467,7 +506,5 @@ def test_a_rehearsal_of_each_step_and_what_is_published(tmp_path: Path) -> None:
     for name in ("interpreter.json", "interpreter.rates.json"):
         (out / name).rename(out / name.replace("interpreter", "sm_90"))
     gpu_page.publish(out, root)
-    assert sorted(path.name for path in (root / "kernels" / "tuned").iterdir()) == [
-        "sm_90.json", "sm_90.rates.json",
-    ]  # fmt: skip
+    assert [path.name for path in (root / "kernels" / "tuned").iterdir()] == ["sm_90.json"]
     assert (root / "docs" / "gpu.md").read_text() == page

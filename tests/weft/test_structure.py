@@ -36,7 +36,7 @@ LEVELS = {
         cost kernels
         prices
         process_groups
-        movement sizes
+        hosts movement sizes
         collective_ops
         custom_ops
         .

@@ -1,0 +1,133 @@
+"""Nodes made, moved, replaced and erased: what rewriting a torch.fx graph takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from weft.kernels.graphs.chains import COLLECTIVES, aten, is_call, is_reshape, shape
+
+
+class Builder:
+    """Makes nodes before a given one, with fake values."""
+
+    def __init__(self, graph: Graph, before: Node) -> None:
+        self._graph, self._before = graph, before
+        self._trace = before.meta.get("stack_trace")
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        """A node that calls `target`."""
+        with self._graph.inserting_before(self._before):
+            node = self._graph.call_function(target, args, kwargs)
+
+        def value(node: Node) -> Any:
+            return node.meta["val"]
+
+        given, named = torch.fx.map_arg((args, kwargs), value)
+        fakes = [fake for fake in map(value, node.all_input_nodes) if hasattr(fake, "fake_mode")]
+        mode = fakes[0].fake_mode if fakes else _mode_of(self._graph)
+        with mode:
+            node.meta["val"] = target(*given, **named)
+        if self._trace:
+            node.meta["stack_trace"] = self._trace
+        return node
+
+    def size(self, node: Node, dim: int) -> Any:
+        """Of its value: a number, or the node that has what is a symbol."""
+        size = shape(node)[dim]
+        return size if isinstance(size, int) else self.call(aten.sym_size.int, node, dim)
+
+    def sizes(self, node: Node) -> list[Any]:
+        """Of all dims."""
+        return [self.size(node, dim) for dim in range(len(shape(node)))]
+
+    def matrix(self, node: Any) -> Node:
+        """(M, K), of what may be a batch of one matrix."""
+        assert isinstance(node, Node)
+        return self.call(aten.squeeze.dim, node, 0) if len(shape(node)) == 3 else node
+
+    def as_batch(self, matrix: Node, whole: Node) -> Node:
+        """A node of shape (*batch, K) whose rows `matrix` (M, K) are; `whole` is (*batch, N)."""
+        batch = [*shape(whole)][:-1]
+        source = matrix.args[0] if is_reshape(matrix) else None
+        if isinstance(source, Node) and [*shape(source)] == [*batch, shape(matrix)[-1]]:
+            return source
+        if len(batch) == 1:
+            return matrix
+        sizes = [*self.sizes(whole)[:-1], self.size(matrix, 1)]
+        return self.call(aten.reshape.default, matrix, sizes)
+
+    def can_hoist(self, nodes: Sequence[Any]) -> bool:
+        """Whether no collective would have to move."""
+        return not any(is_call(node, *COLLECTIVES) for node in self._late(nodes))
+
+    def hoisted(self, nodes: Sequence[Any]) -> list[Any]:
+        """The same, moved before the place where they are needed, with all that they need."""
+        for node in self._late(nodes):
+            self._before.prepend(node)
+        return list(nodes)
+
+    def _late(self, nodes: Sequence[Any]) -> list[Node]:
+        order = {node: i for i, node in enumerate(self._graph.nodes)}
+        here = order[self._before]
+        late = {n for n in ancestors([n for n in nodes if n is not None]) if order[n] > here}
+        return sorted(late, key=order.__getitem__)
+
+    def put(self, product: Node, made: Node) -> None:
+        """`made` (*batch, N) in the place of `product`, which has the same rows."""
+        for user in list(product.users):
+            if is_reshape(user) and [*shape(user)] == [*shape(made)]:
+                self.replace(user, made)
+                self._graph.erase_node(user)
+        if product.users:
+            flat = made
+            if [*shape(made)] != [*shape(product)]:
+                sizes = [-1, self.size(made, len(shape(made)) - 1)]
+                sizes = sizes if len(shape(product)) == 2 else [1, *sizes]
+                flat = self.call(aten.reshape.default, made, sizes)
+            self.replace(product, flat)
+
+    def replace(self, old: Node, new: Node) -> None:
+        """`new` in the place of `old`, with its dtype and strides: others have counted on them."""
+        dtype = old.meta["val"].dtype
+        if new.meta["val"].dtype != dtype:
+            new = self.call(torch.ops.prims.convert_element_type.default, new, dtype)
+        if _strides(old) != _strides(new):
+            new = self.call(aten.clone.default, new, memory_format=torch.contiguous_format)
+        old.replace_all_uses_with(new)
+
+
+def ancestors(nodes: Sequence[Node]) -> set[Node]:
+    """These, and all that they need."""
+    seen: set[Node] = set()
+    left = list(nodes)
+    while left:
+        node = left.pop()
+        if node not in seen:
+            seen.add(node)
+            left.extend(node.all_input_nodes)
+    return seen
+
+
+def erase(graph: Graph, node: Node) -> None:
+    """Erase what is not used any more, collectives too, which torch's own way would keep."""
+    if node.users or node.op == "placeholder" or node._erased:
+        return
+    before = node.all_input_nodes
+    graph.erase_node(node)
+    for each in before:
+        erase(graph, each)
+
+
+def _strides(node: Node) -> list[Any]:
+    """Those that matter."""
+    value = node.meta["val"]
+    return [step for step, size in zip(value.stride(), value.shape, strict=True) if size != 1]
+
+
+def _mode_of(graph: Graph) -> Any:
+    values = (node.meta.get("val") for node in graph.nodes)
+    return next(value.fake_mode for value in values if hasattr(value, "fake_mode"))

@@ -1,0 +1,176 @@
+"""Matmuls whose results are added up over ranks: what they become.
+
+    mm -> reduce_scatter           matmul_reduce_scatter
+    mm + mm + .. -> reduce_scatter the gradient of all_gather_matmul: Q, K and V, gate and up
+    mm -> all_reduce               matmul_all_reduce
+
+Where the results are cast before, they are added up as they were made and cast afterwards, so that
+each sum is rounded once where the model rounds each rank's term; where they are cast to fewer
+bytes, these travel.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from weft.kernels.graphs.building import Builder, erase
+from weft.kernels.graphs.chains import (
+    aten,
+    is_call,
+    is_cast,
+    is_reshape,
+    keeps_columns,
+    scattered_along,
+    shape,
+    waited,
+)
+
+_ops: Any = torch.ops.weft
+# What a handler returns: the fused op, or nothing; why; whether a matmul stands beside.
+Outcome = tuple[str, str, bool]
+PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
+
+
+def scatter(graph: Graph, node: Node) -> Outcome:
+    """A reduce_scatter and what it adds up."""
+    source, op, parts, group = node.args
+    assert isinstance(source, Node) and isinstance(parts, int) and isinstance(op, str)
+    whole, dim = scattered_along(source, parts)
+    terms, refusal = _terms(node, whole, op)
+    arrived = waited(node)
+    if refusal or arrived is None:
+        return "", refusal or _NOT_WAITED, bool(terms)
+    if dim == len(shape(whole)) - 1:
+        return "", "it is scattered along the features", True
+    at = Builder(graph, node)
+    if len(terms) == 1:
+        made = _one(at, terms[0], whole, _ops.matmul_reduce_scatter.default, group, dim, op)
+        name, what = "matmul_reduce_scatter", "a matmul"
+    else:
+        made = _several(at, terms, whole, group, dim, parts)
+        made = at.call(aten.div.Scalar, made, parts) if op == "avg" else made
+        name, what = "all_gather_matmul_backward", f"{len(terms)} matmuls"
+    at.replace(arrived, made)
+    erase(graph, arrived)
+    return name, what, True
+
+
+def reduce(graph: Graph, node: Node) -> Outcome:
+    """An all_reduce and what it adds up."""
+    whole, op, group = node.args
+    assert isinstance(whole, Node) and isinstance(op, str)
+    terms, refusal = _terms(node, whole, op)
+    arrived = waited(node)
+    if not refusal and len(terms) > 1:
+        refusal = f"{len(terms)} matmuls are added up before, and no op takes several"
+    if refusal or arrived is None:
+        return "", refusal or _NOT_WAITED, bool(terms)
+    at = Builder(graph, node)
+    made = _one(at, terms[0], whole, _ops.matmul_all_reduce.default, group, op)
+    at.replace(arrived, made)
+    erase(graph, arrived)
+    return "matmul_all_reduce", "a matmul", True
+
+
+def _one(at: Builder, product: Node, whole: Node, target: Any, *rest: Any) -> Node:
+    """The op on what `product` multiplies."""
+    x, w = map(at.matrix, product.args[:2])
+    sent = whole.meta["val"].dtype
+    wire = sent if sent.itemsize < product.meta["val"].dtype.itemsize else None
+    return at.call(target, at.as_batch(x, whole), w, None, *rest, wire_dtype=wire)
+
+
+def _several(
+    at: Builder, products: list[Node], whole: Node, group: Any, dim: int, parts: int
+) -> Node:
+    """This rank's part, along `dim`, of the sum of the products of all ranks."""
+    dys, weights = [], []
+    for product in products:
+        x, w = map(at.matrix, product.args[:2])
+        dys.append(at.as_batch(x, whole))
+        weights.append(at.call(aten.permute.default, w, [1, 0]))
+    sizes = at.sizes(whole)
+    length = sizes[dim]
+    sizes[dim] = (
+        length // parts if isinstance(length, int) else at.call(operator.floordiv, length, parts)
+    )
+    # The op asks for what it is the gradient of, but only for its shape and dtype.
+    value = products[0].meta["val"]
+    empty = at.call(
+        aten.empty.memory_format, [1] * len(sizes), dtype=value.dtype, device=value.device
+    )
+    like = at.call(aten.expand.default, empty, sizes)
+    needs = [True] + [False] * len(products)
+    made = at.call(
+        _ops.all_gather_matmul_backward.default,
+        like, weights, dys, None, group, dim, [sizes[dim]] * parts, needs,
+    )  # fmt: skip
+    return at.call(operator.getitem, made, 0)
+
+
+_NO_PRODUCT = "no matmul makes what it adds up"
+_NOT_WAITED = "its result is used before it is waited for"
+
+
+def _terms(collective: Node, whole: Node, op: str) -> tuple[list[Node], str]:
+    """The matmuls whose sum `whole` is, and why they cannot be fused, if so."""
+    _forget_in_place(collective, whole)
+    terms: list[Node] = []
+    refusals: list[str] = []
+
+    def walk(node: Node) -> None:
+        below: Any = node.all_input_nodes[:1]  # sizes come behind
+        if _is_sum(node):
+            below = node.args[:2]
+        elif is_call(node, *PRODUCTS) and (len(shape(node)) == 2 or shape(node)[0] == 1):
+            terms.append(node)
+            below = []
+        elif not is_reshape(node) and not is_cast(node):
+            others.append(node)
+            return
+        if len(node.users) > 1:
+            refusals.append("this rank's partial result has other uses")
+        for each in below:
+            walk(each)
+
+    others: list[Node] = []
+    walk(whole)
+    if not terms:
+        return [], _NO_PRODUCT
+    dtypes = {term.meta["val"].dtype for term in terms}
+    sent = whole.meta["val"].dtype
+    if op not in ("sum", "avg"):
+        refusals.insert(0, f"a matmul cannot be fused with {op!r}")
+    elif any(is_call(term, aten.addmm.default) for term in terms):
+        refusals.insert(0, "each rank adds a bias of its own")
+    elif others:
+        refusals.insert(0, "each rank adds what no matmul makes")
+    elif not all(keeps_columns(term, whole) for term in terms) or len(shape(whole)) < 2:
+        refusals.append("features and tokens are mixed in between")
+    elif len(dtypes) > 1 or not (dtype := dtypes.pop()).is_floating_point:
+        refusals.append(f"matmuls of {' and '.join(map(str, sorted(dtypes, key=str)))}")
+    elif sent.itemsize < dtype.itemsize and (len(terms) > 1 or dtype != torch.float32):
+        refusals.append(f"{dtype} is cast to {sent} before it is sent")
+    return terms, refusals[0] if refusals else ""
+
+
+def _is_sum(node: Any) -> bool:
+    """Whether it adds two tensors of one shape and dtype."""
+    if not is_call(node, aten.add.Tensor) or node.kwargs:
+        return False
+    values = [each.meta["val"] for each in (node, *node.args[:2]) if isinstance(each, Node)]
+    same = {(str(value.shape), value.dtype) for value in values if hasattr(value, "dtype")}
+    return len(values) == 3 and len(same) == 1
+
+
+def _forget_in_place(collective: Node, whole: Node) -> None:
+    """A collective in place is traced as one that is not, and a copy to where its operand was."""
+    arrived = waited(collective)
+    for user in list(whole.users):
+        if arrived and is_call(user, aten.copy.default) and user.args[:2] == (whole, arrived):
+            user.replace_all_uses_with(arrived)
+            user.graph.erase_node(user)

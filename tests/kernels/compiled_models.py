@@ -1,0 +1,237 @@
+"""Models that do not know weft, parallel as their authors make them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a model, and of its input."""
+
+    layers: int = 1
+    width: int = 16
+    hidden: int = 48
+    heads: int = 4
+    kv_heads: int = 2
+    vocabulary: int = 32
+    batch: int = 2
+    length: int = 8
+
+
+class Attention(nn.Module):
+    """torchtitan's: the names, and what is reshaped when."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.head_dim = size.width // size.heads
+        kv = size.kv_heads * self.head_dim
+        self.wq = nn.Linear(size.width, size.width, bias=False)
+        self.wk = nn.Linear(size.width, kv, bias=False)
+        self.wv = nn.Linear(size.width, kv, bias=False)
+        self.wo = nn.Linear(size.width, size.width, bias=False)
+
+    def forward(self, x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+        b, length, _ = x.shape
+        q, k, v = (w(x).view(b, length, -1, self.head_dim) for w in (self.wq, self.wk, self.wv))
+        q, k = rotated(q, rope), rotated(k, rope)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        result: torch.Tensor = self.wo(y.transpose(1, 2).contiguous().view(b, length, -1))
+        return result
+
+
+def rotated(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    rope = rope.view(1, x.shape[1], 1, -1)
+    return torch.view_as_real(pairs * rope).flatten(3).type_as(x)
+
+
+class FeedForward(nn.Module):
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.w1, self.w3 = (nn.Linear(size.width, size.hidden, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(size.hidden, size.width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.w2(functional.silu(self.w1(x)) * self.w3(x))
+        return y
+
+
+class Block(nn.Module):
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.attention, self.feed_forward = Attention(size), FeedForward(size)
+        self.attention_norm, self.ffn_norm = nn.RMSNorm(size.width), nn.RMSNorm(size.width)
+
+    def forward(self, x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+        h = x + self.attention(self.attention_norm(x), rope)
+        y: torch.Tensor = h + self.feed_forward(self.ffn_norm(h))
+        return y
+
+
+class Llama(nn.Module):
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(size.vocabulary, size.width)
+        self.layers = nn.ModuleDict({str(i): Block(size) for i in range(size.layers)})
+        self.norm = nn.RMSNorm(size.width)
+        self.output = nn.Linear(size.width, size.vocabulary, bias=False)
+        head_dim = size.width // size.heads
+        speeds = 1 / 5e5 ** (torch.arange(0, head_dim, 2) / head_dim)
+        angles = torch.outer(torch.arange(size.length).float(), speeds)
+        self.register_buffer("rope", torch.polar(torch.ones_like(angles), angles))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        h = self.tok_embeddings(tokens)
+        for layer in self.layers.values():
+            h = layer(h, self.rope)
+        y: torch.Tensor = self.output(self.norm(h))
+        return y
+
+
+def torchtitan(size: Size, mesh: DeviceMesh) -> nn.Module:
+    """Its plan of tensor and sequence parallelism for Llama 3, without asynchronous TP."""
+    model = Llama(size)
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "tok_embeddings": RowwiseParallel(
+                input_layouts=Replicate(), output_layouts=Shard(1)
+            ),
+            "norm": SequenceParallel(),
+            "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        },
+    )  # fmt: skip
+    plan: dict[str, ParallelStyle] = {
+        "attention_norm": SequenceParallel(),
+        "attention": PrepareModuleInput(
+            input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
+        ),
+        "attention.wq": ColwiseParallel(),
+        "attention.wk": ColwiseParallel(),
+        "attention.wv": ColwiseParallel(),
+        "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+        "ffn_norm": SequenceParallel(),
+        "feed_forward": PrepareModuleInput(
+            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+        ),
+        "feed_forward.w1": ColwiseParallel(),
+        "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+        "feed_forward.w3": ColwiseParallel(),
+    }
+    for layer in model.layers.values():
+        parallelize_module(layer, mesh, plan)
+    return model
+
+
+def sharded_too(size: Size, mesh: DeviceMesh, backend: Any) -> nn.Module:
+    """torchtitan's order: tensor parallel, each layer compiled, then FSDP2 over the other dim."""
+    model = torchtitan(size, mesh["tp"])
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.layers.values():
+        layer.compile(backend=backend, fullgraph=True)
+        fully_shard(layer, mesh=mesh["dp"], mp_policy=policy)
+    fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
+    return model
+
+
+def transformers_llama(size: Size, mesh: DeviceMesh) -> nn.Module:
+    """Hugging Face's, with the plan of its own (`tp_plan="auto"` loads a checkpoint by it)."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    config = LlamaConfig(
+        vocab_size=size.vocabulary, hidden_size=size.width, intermediate_size=size.hidden,
+        num_hidden_layers=size.layers, num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads, use_cache=False,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    plan = model._expand_parallel_plan(dict(model._tp_plan))
+    apply_tensor_parallelism(model, mesh, plan)
+    return model
+
+
+class ServedLayer(nn.Module):
+    """A decoder layer as vLLM runs it: whole tokens, sums in place, fused_add_rms_norm."""
+
+    def __init__(self, size: Size, parts: int) -> None:
+        super().__init__()
+        width, share, hidden = size.width, size.width // parts, size.hidden // parts
+        self.qkv_proj = nn.Linear(width, 3 * share, bias=False)
+        self.o_proj = nn.Linear(share, width, bias=False)
+        self.gate_up_proj = nn.Linear(width, 2 * hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, width, bias=False)
+        self.norms = nn.ParameterList([nn.Parameter(torch.ones(width)) for _ in range(2)])
+        self.head_dim = width // size.heads
+
+    def added_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        wide = x.float() + residual.float()
+        y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return y.to(x.dtype) * weight, wide.to(x.dtype)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = self.added_norm(x, residual, self.norms[0])
+        q, k, v = (
+            each.unflatten(-1, (-1, self.head_dim)).transpose(0, 1)
+            for each in self.qkv_proj(x).chunk(3, -1)
+        )
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = self.o_proj(y.transpose(0, 1).flatten(1))
+        dist.all_reduce(y)
+        x, residual = self.added_norm(y, residual, self.norms[1])
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        y = self.down_proj(functional.silu(gate) * up)
+        dist.all_reduce(y)
+        return y, residual
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def as_one(model: nn.Module, size: Size) -> nn.Module:
+    """A model with the same weights that is not parallel."""
+    if isinstance(model, Llama):
+        one: nn.Module = Llama(size)
+    else:
+        one = type(model)(model.config)
+    one.load_state_dict({name: whole(each) for name, each in model.state_dict().items()})
+    return one
+
+
+def step(
+    model: Callable[..., Any], parameters: list[nn.Parameter], tokens: torch.Tensor, amp: bool
+) -> torch.Tensor:
+    """Forward, backward, and a step of SGD; returns the logits."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+        y = model(tokens)
+    y = getattr(y, "logits", y)
+    loss = functional.cross_entropy(y.float().flatten(0, 1), tokens.roll(-1, 1).flatten())
+    loss.backward()
+    torch.optim.SGD(parameters, lr=0.5).step()
+    for each in parameters:
+        each.grad = None
+    logits: torch.Tensor = y.detach()
+    return logits

@@ -1,0 +1,233 @@
+"""Groups over several hosts: the topology, and the fused matmuls in two levels.
+
+Ranks of one machine pretend to be on several, as far as `Process.host` tells; `test_real_hosts`
+has namespaces of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from needs import needs_interpreter
+from test_matmul_ops import random_cases, run_cases, tensor
+
+import weft
+from weft.collectives import hosts as crossings
+from weft.collectives import resolve
+from weft.collectives.hosts import Crossing
+from weft.collectives.ranks.group import Process
+from weft.kernels.engine import engines
+
+# The host of each rank: two by two, uneven, not in order, one rank on each.
+LAYOUTS = ["AABB", "ABBB", "ABAB", "BABA", "ABC"]
+
+
+@contextmanager
+def on_hosts(layout: str) -> Iterator[None]:
+    """This rank is on host `layout[rank]`, inside the block."""
+    here = Process.here()
+    weft.close()
+    with patch.object(Process, "here", lambda: replace(here, host=layout[dist.get_rank()])):
+        yield
+        weft.close()
+
+
+def cases_body(
+    kind: str, layout: str, part_bytes: int, like: str = "host", count: int = 18
+) -> list[torch.Tensor]:
+    with on_hosts(layout), patch.object(crossings, "_PART_BYTES", part_bytes):
+        cases = [case | {"engine": "auto"} for case in random_cases(kind, len(layout), like, count)]
+        return run_cases(kind, cases)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["gather", "scatter", "reduce"])
+def test_against_float64(ranks: Any, kind: str, layout: str) -> None:
+    """Every gradient; in many parts, as tensors of some KiB would have but one."""
+    first, *others = ranks(len(layout), cases_body, kind, layout, 256)
+    if kind == "reduce":
+        assert all(torch.equal(a, b) for o in others for a, b in zip(first, o, strict=True))
+
+
+def inside_body(kind: str, engine: str) -> list[torch.Tensor]:
+    def chosen(problem: Any, group: Any, device: Any) -> tuple[str, str]:
+        return cheapest(problem, group, device) if group.hosts else (engine, "for the test")
+
+    cheapest = engines._cheapest
+    with patch.object(engines, "_cheapest", chosen):
+        return cases_body(kind, "ABB", 256, "triton", 4)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("engine", ["triton", "generic"])
+@pytest.mark.parametrize("kind", ["gather", "scatter", "reduce"])
+def test_any_engine_inside_a_host(ranks: Any, kind: str, engine: str) -> None:
+    ranks(3, inside_body, kind, engine)
+
+
+def plan_body(layout: str) -> None:
+    with on_hosts(layout):
+        rank, group = dist.get_rank(), resolve(None)
+        assert group.hosts == tuple(
+            tuple(r for r, host in enumerate(layout) if host == each)
+            for each in dict.fromkeys(layout)
+        )
+        rows = [5, 0, 3, 4][: len(layout)]
+        x, w = torch.ones(rows[rank], 4), torch.ones(4, 3)
+        told = weft.explain(lambda: weft.all_gather_matmul(x, w))
+        ours, *inside = [(each.op, each.engine, each.ranks) for each in told]
+        here = sum(host == layout[rank] for host in layout)
+        assert ours == ("all_gather_matmul", "hosts", len(layout))
+        assert set(inside) == {("all_gather_matmul", "host", here)}, inside
+        assert "2 hosts, fused inside each" in told[0].why
+        with weft.engine("generic"):
+            flat = weft.explain(lambda: weft.all_gather_matmul(x, w))
+        assert flat[0].engine == "generic"
+        with pytest.raises(NotImplementedError, match="several hosts"), weft.engine("host"):
+            weft.all_gather_matmul(x, w)
+
+
+@pytest.mark.parametrize("layout", ["ABBB", "ABAB"])
+def test_the_topology_and_both_levels_are_told(ranks: Any, layout: str) -> None:
+    ranks(4, plan_body, layout)
+
+
+def crossing_body(layout: str, rows: Sequence[int]) -> None:
+    """What a host takes from the others is each of their rows once, in the order of its blocks."""
+    with on_hosts(layout), patch.object(crossings, "_PART_BYTES", 8):
+        rank, group = dist.get_rank(), resolve(None)
+        whole = torch.arange(sum(rows), dtype=torch.float64)[:, None]
+        own = whole.split(list(rows))[rank]
+        crossing = Crossing(group, rows, 8, "rows")
+        seen, back = torch.zeros_like(whole), None
+        for block, shard in crossing.fetched(own):
+            block.put(block.of(seen) + 1, seen)
+            mine = block.of(whole).split(block.sizes)[crossing.inside.rank]
+            assert torch.equal(shard, mine)
+            if block is crossing.own:
+                back = shard * (layout[rank] == "A")
+            else:
+                crossing.give_back(block, shard * (layout[rank] == "A"))
+        assert torch.equal(seen, torch.ones_like(whole))
+        # Of the sums, only host A's count.
+        assert back is not None and torch.equal(crossing.summed(back, torch.float64), own)
+
+
+@pytest.mark.parametrize("rows", [(5, 3, 4, 4), (0, 7, 0, 2), (0, 0, 0, 0), (1, 40, 3, 3)])
+@pytest.mark.parametrize("layout", ["AABB", "ABBB", "BAAB", "ABCA"])
+def test_rows_cross_once(ranks: Any, layout: str, rows: tuple[int, ...]) -> None:
+    ranks(4, crossing_body, layout, rows)
+
+
+def repeated_body(layout: str) -> list[torch.Tensor]:
+    with on_hosts(layout), patch.object(crossings, "_PART_BYTES", 256):
+        rank, runs = dist.get_rank(), []
+        for _ in range(2):
+            x, w, v = (
+                tensor(shape, torch.bfloat16, 10 * seed + rank, False).requires_grad_()
+                for seed, shape in enumerate([(19, 24), (24, 21), (21, 24)])
+            )
+            b = torch.zeros(24, dtype=torch.bfloat16, requires_grad=True)
+            h = weft.all_gather_matmul(x, w, activation="gelu")
+            y = weft.matmul_reduce_scatter(h, v, bias=b, wire_dtype=torch.float16)
+            y.backward(tensor((19, 24), torch.bfloat16, 90 + rank, False))
+            runs.append([y.detach(), *(leaf.grad for leaf in (x, w, v, b))])
+        assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+        return [runs[0][-1]]  # the gradient of the bias, which is the same on every rank
+
+
+@pytest.mark.parametrize("layout", ["ABB", "ABA"])
+def test_results_are_bitwise_the_same_again(ranks: Any, layout: str) -> None:
+    (first,), *others = ranks(3, repeated_body, layout)
+    assert all(torch.equal(first, other) for (other,) in others)
+
+
+def lost_body() -> None:
+    """A rank of another host stays away: the others say so within the bound."""
+    with on_hosts("AABB"):
+        x, w = torch.ones(4, 4), torch.ones(4, 4)
+        weft.all_gather_matmul(x, w, sizes=[4] * 4)
+        with patch.dict("os.environ", WEFT_TIMEOUT_S="1.5"):
+            if dist.get_rank() != 3:
+                with pytest.raises(weft.PeerTimeout):
+                    weft.all_gather_matmul(x, w, sizes=[4] * 4)
+
+
+def test_a_rank_that_stays_away_is_named(ranks: Any) -> None:
+    ranks(4, lost_body)
+
+
+def on_real_hosts(part: str) -> subprocess.CompletedProcess[str]:
+    """What two hosts of two ranks say, each in namespaces of its own."""
+    script = Path(__file__).parents[1] / "hosts.sh"
+    variables = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(script.parents[1])}
+    command = [str(script), "-l", "1gbit", "-t", "90", "--", str(script.with_name("on_hosts.py"))]
+    run = subprocess.run([*command, part], env=variables, capture_output=True, text=True)
+    if run.returncode == 77:
+        pytest.skip(run.stderr.strip())
+    return run
+
+
+def test_a_layer_on_real_hosts() -> None:
+    run = on_real_hosts("layer")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("hosts: ((0, 1), (2, 3))") == run.stdout.count("all is well") == 4
+
+
+@pytest.mark.sweep  # half a minute
+def test_a_host_that_is_lost_is_named() -> None:
+    run = on_real_hosts("lost")
+    found = re.findall(r"PeerTimeout of (\d) in (\d+) s", run.stdout)
+    assert len(found) == 2, run.stderr
+    # The bound of 5 s, and the few seconds in which the absent are found.
+    assert any(int(peer) >= 2 for peer, _ in found) and all(int(s) <= 15 for _, s in found), found
+
+
+def ways_body(layout: str) -> None:
+    """Gradients are those of the flat process group, however they are asked for."""
+    with on_hosts(layout), patch.object(crossings, "_PART_BYTES", 256):
+        rank, W, group = dist.get_rank(), len(layout), resolve(None)
+        sizes = [3, 5, 2, 6][:W]
+        operands = (sizes[rank], 8), (8, 7), (7, 8)
+        residual = tensor((4, 8), torch.float64, 60 + rank, False)
+
+        def gradients(engine: weft.settings.Engine, way: str) -> list[torch.Tensor]:
+            x, w, v = (
+                tensor(shape, torch.float64, 10 * seed + rank, False).requires_grad_()
+                for seed, shape in enumerate(operands)
+            )
+            with weft.engine(engine):
+                if way == "compiled":
+                    told = group.pg.group_name, 0, sizes, False, False
+                    (h,) = torch.ops.weft.all_gather_matmul(x, [w], [], *told)
+                    y = torch.ops.weft.matmul_reduce_scatter(h, v, None, group.pg.group_name)
+                else:
+                    kept = True if way == "kept" else None
+                    h = weft.all_gather_matmul(x, w, keep_gathered=kept, sizes=sizes)
+                    y = weft.matmul_reduce_scatter(h, v, residual=residual, reduce_op="avg")
+                twice = way == "twice"
+                made = torch.autograd.grad(y.square().sum(), (x, w, v), create_graph=twice)
+                if twice:
+                    made = torch.autograd.grad(sum(each.sum() for each in made), (x, w, v))
+            return [y.detach(), *made]
+
+        for way in ("kept", "compiled", "twice"):
+            for ours, flat in zip(gradients("auto", way), gradients("generic", way), strict=True):
+                torch.testing.assert_close(ours, flat, msg=lambda text, way=way: f"{way}: {text}")
+
+
+@pytest.mark.parametrize("layout", ["AABB", "BABA"])
+def test_gradients_however_asked_for(ranks: Any, layout: str) -> None:
+    ranks(4, ways_body, layout)

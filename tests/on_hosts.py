@@ -1,0 +1,104 @@
+"""What ranks on real hosts run, under `tests/hosts.sh`: one part, named by the first argument.
+
+layer    a training step of two fused matmuls, beside the flat process group's
+lost     all ranks of the last host are killed: the others must say so within the bound
+mlp      TOKENS HIDDEN FFN RUNS: times of two levels and of the flat process group, in turn, forward
+         and backward of a ReLU MLP in fp32, and what a host sends in each
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.collectives import resolve
+
+
+def step(engine: weft.settings.Engine) -> list[torch.Tensor]:
+    """The result and gradients of a column- and a row-parallel matmul."""
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    shapes = (40, 64), (64, 48), (48, 64)
+    x, w, v = (torch.randn(s, generator=generator).requires_grad_() for s in shapes)
+    with weft.engine(engine):
+        y = weft.matmul_reduce_scatter(weft.all_gather_matmul(x, w, activation="silu"), v)
+        y.square().sum().backward()
+    return [y.detach(), *(leaf.grad for leaf in (x, w, v) if leaf.grad is not None)]
+
+
+def layer() -> None:
+    for ours, flat in zip(step("auto"), step("generic"), strict=True):
+        # fp32 sums of some hundred terms, in two orders.
+        torch.testing.assert_close(ours, flat, rtol=0, atol=2e-6 * float(flat.abs().max()))
+    for once, again in zip(step("auto"), step("auto"), strict=True):
+        assert torch.equal(once, again)
+
+
+def lost() -> None:
+    step("auto")
+    if dist.get_rank() in resolve(None).hosts[-1]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.environ["WEFT_TIMEOUT_S"] = "5"
+    start = time.monotonic()
+    try:
+        step("auto")
+    except weft.PeerTimeout as error:
+        print(f"PeerTimeout of {error.peer} in {time.monotonic() - start:.0f} s", flush=True)
+        time.sleep(5)  # torchrun ends the other rank of the host when one fails
+        os._exit(1)
+
+
+def sent_mib() -> float:
+    """What this host has sent so far."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    (link,) = (line for line in lines if line.split(":")[0].strip() == "net")
+    return int(link.split(":")[1].split()[8]) / 2**20
+
+
+def mlp() -> None:
+    rank, W = dist.get_rank(), dist.get_world_size()
+    tokens, hidden, ffn, runs = map(int, sys.argv[2:])
+    shapes = (tokens // W, hidden), (hidden, ffn // W), (ffn // W, hidden)
+    x, w, v = (torch.randn(shape).requires_grad_() for shape in shapes)
+    dy, times = torch.randn(tokens // W, hidden), dict[str, list[float]]()
+    sent: dict[str, float] = {}
+    engines: tuple[weft.settings.Engine, ...] = "auto", "generic"
+    for run in range(runs + 1):  # the first one is not counted
+        for engine in engines:
+            dist.barrier()
+            start, before = time.perf_counter(), sent_mib()
+            with weft.engine(engine):
+                h = weft.all_gather_matmul(x, w, activation="relu", sizes=[tokens // W] * W)
+                weft.matmul_reduce_scatter(h, v).backward(dy)
+            dist.barrier()
+            if run:
+                times.setdefault(engine, []).append(1e3 * (time.perf_counter() - start))
+                sent[engine] = sent_mib() - before
+    if rank == 0:
+        ours, flat = (statistics.median(each) for each in times.values())
+        told = f"{'x'.join(sys.argv[2:5])}: {ours:.0f} ms, flat {flat:.0f}: {flat / ours:.2f}"
+        for engine, each in times.items():
+            told += f"; {engine} {min(each):.0f} to {max(each):.0f} ms, {sent[engine]:.1f} MiB"
+        print(told, flush=True)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    print(f"hosts: {resolve(None).hosts}", flush=True)
+    {"layer": layer, "lost": lost, "mlp": mlp}[sys.argv[1]]()
+    dist.barrier()
+    dist.destroy_process_group()
+    print("all is well", flush=True)
+
+
+if __name__ == "__main__":
+    main()
