@@ -63,12 +63,11 @@ def find_builtins_once() -> None:
     }
 
     def patch_builtin(place: Any, builder: Any, scope: Any) -> None:
-        if place not in kept:
+        names = kept.get(place)
+        if not names:
             usual(place, builder, scope)
-            return
-        for name in kept[place]:
-            value = getattr(place, name)
-            if tl.core.is_builtin(value):  # not yet replaced
-                interpreter._patch_attr(place, name, value, builder, scope)
+        elif tl.core.is_builtin(getattr(place, names[0])):  # else the caller's have replaced all
+            for name in names:
+                interpreter._patch_attr(place, name, getattr(place, name), builder, scope)
 
     interpreter._patch_builtin = patch_builtin
