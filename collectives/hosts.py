@@ -15,6 +15,7 @@ more or fewer ranks than the other cuts what comes evenly.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,8 +23,10 @@ from typing import Any
 import torch
 
 from weft.collectives import process_groups
+from weft.collectives.ranks.bounds import Presence
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
 from weft.collectives.ranks.group import Group, ranks_group
+from weft.errors import PeerTimeout
 
 _PART_BYTES, _MOST_PARTS = 1 << 20, 8
 
@@ -165,6 +168,22 @@ class Crossing:
         for host in range(1, H):
             total += terms[host]
         return total
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """For what is done inside the host: who is absent there is told to the other hosts, whose
+        ranks wait for all of this one's, by its number in the whole group.
+
+        Raises:
+            PeerTimeout: so named.
+        """
+        try:
+            yield
+        except PeerTimeout as error:
+            group, absent = self._group, sorted(self._here[peer] for peer in error.absent)
+            Presence.now(group).give_up(absent)
+            known = self._op, error.generation, error.timeout_s, error.history, absent
+            raise PeerTimeout(group.rank, absent[0], *known) from error
 
     def _cross(
         self, sent: torch.Tensor, receives: Sequence[int], sends: Sequence[int]

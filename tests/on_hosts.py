@@ -2,14 +2,18 @@
 
 layer    a training step of two fused matmuls, beside the flat process group's
 lost     all ranks of the last host are killed: the others must say so within the bound
+mlp      TOKENS HIDDEN FFN RUNS: times of two levels and of the flat process group, in turn, forward
+         and backward of a ReLU MLP in fp32, and what a host sends in each
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import statistics
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -47,16 +51,50 @@ def lost() -> None:
     try:
         step("auto")
     except weft.PeerTimeout as error:
-        print(f"PeerTimeout of {error.peer} in {time.monotonic() - start:.0f} s", flush=True)
+        print(f"PeerTimeout of {error.absent} in {time.monotonic() - start:.0f} s", flush=True)
         time.sleep(5)  # torchrun ends the other rank of the host when one fails
         os._exit(1)
+
+
+def sent_mib() -> float:
+    """What this host has sent so far."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    (link,) = (line for line in lines if line.split(":")[0].strip() == "net")
+    return int(link.split(":")[1].split()[8]) / 2**20
+
+
+def mlp() -> None:
+    rank, W = dist.get_rank(), dist.get_world_size()
+    tokens, hidden, ffn, runs = map(int, sys.argv[2:])
+    shapes = (tokens // W, hidden), (hidden, ffn // W), (ffn // W, hidden)
+    x, w, v = (torch.randn(shape).requires_grad_() for shape in shapes)
+    dy, times = torch.randn(tokens // W, hidden), dict[str, list[float]]()
+    sent: dict[str, float] = {}
+    engines: tuple[weft.settings.Engine, ...] = "auto", "generic"
+    for run in range(runs + 1):  # the first one is not counted
+        for engine in engines:
+            dist.barrier()
+            start, before = time.perf_counter(), sent_mib()
+            with weft.engine(engine):
+                h = weft.all_gather_matmul(x, w, activation="relu", sizes=[tokens // W] * W)
+                weft.matmul_reduce_scatter(h, v).backward(dy)
+            dist.barrier()
+            if run:
+                times.setdefault(engine, []).append(1e3 * (time.perf_counter() - start))
+                sent[engine] = sent_mib() - before
+    if rank == 0:
+        ours, flat = (statistics.median(each) for each in times.values())
+        told = f"{'x'.join(sys.argv[2:5])}: {ours:.0f} ms, flat {flat:.0f}: {flat / ours:.2f}"
+        for engine, each in times.items():
+            told += f"; {engine} {min(each):.0f} to {max(each):.0f} ms, {sent[engine]:.1f} MiB"
+        print(told, flush=True)
 
 
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     print(f"hosts: {resolve(None).hosts}", flush=True)
-    {"layer": layer, "lost": lost}[sys.argv[1]]()
+    {"layer": layer, "lost": lost, "mlp": mlp}[sys.argv[1]]()
     dist.barrier()
     dist.destroy_process_group()
     print("all is well", flush=True)

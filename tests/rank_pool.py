@@ -77,7 +77,7 @@ def _serve(
 
 
 # What most tests need. Many ops import torch's tracer on their way.
-_PRELOADED = ["weft.kernels", "weft.dtensor", "torch._dynamo", "pytest"]
+PRELOADED = ["weft.kernels", "weft.dtensor", "torch._dynamo", "pytest"]
 
 
 class RankPool:
@@ -92,7 +92,7 @@ class RankPool:
         self.world_size = world_size
         self.alive = True
         self._dir = tempfile.TemporaryDirectory(prefix="weft-ranks-")
-        mp.get_context("forkserver").set_forkserver_preload(_PRELOADED)
+        mp.get_context("forkserver").set_forkserver_preload(PRELOADED)
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         for rank in range(world_size):

@@ -203,16 +203,14 @@ def _proven(runs: Sequence[Mapping[str, Any]], found: _Found) -> list[str]:
 
 
 def _origins(runs: Sequence[Mapping[str, Any]], found: _Found) -> list[str]:
-    """Which commit each figure is of, if they are of several."""
+    """Which commit each figure is of."""
     names: dict[str, list[str]] = {}
     for (_, case), entry in found.items():
         if "row" in entry:
             names.setdefault(_commit(runs, entry), []).append(case)
-    return (
-        ["", "Figures by commit; kernels may have changed since:", "", *_listed(names)]
-        if len(names) > 1
-        else []
-    )
+    if not names:
+        return []
+    return ["", "Figures by commit; kernels may have changed since:", "", *_listed(names)]
 
 
 def _tuned(found: _Found) -> list[str]:

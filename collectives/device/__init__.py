@@ -2,6 +2,5 @@
 
 May import `collectives.ranks`. Read `signals` first: its rules are what every kernel of weft stands
 on; then `polling` (waits on the CPU), `stream_signals` (the same between launches), `launches` (how
-kernels are launched, and launched again) and `device_math`; `interpreter` is for scripts that
-import Triton before weft.
+kernels are launched, and launched again) and `device_math`; `interpreter` helps Triton's own.
 """

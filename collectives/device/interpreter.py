@@ -1,4 +1,4 @@
-"""Where Triton was imported before weft: its own functions, interpreted as ours are.
+"""What Triton's interpreter is helped with: its own functions, and its search for builtins.
 
 Triton decides whether it compiles or interprets a function when that is decorated: its own, as
 `tl.zeros` and `tl.sum`, when it is imported. weft sets it to interpret where there is no GPU; if
@@ -9,6 +9,7 @@ helped: Triton says that it has no driver.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Any
 
@@ -40,3 +41,33 @@ def _method(function: Any) -> Any:
 
     method.__name__, method.__doc__ = function.__name__, function.fn.__doc__
     return method
+
+
+def find_builtins_once() -> None:
+    """Have Triton keep the names of its builtins: it looks for them anew, which takes 3 ms, in each
+    call of a function by an interpreted kernel, and that was two fifths of what kernels took."""
+    import triton
+    import triton.language as tl
+
+    if not triton.knobs.runtime.interpret:
+        return
+    from triton.runtime import interpreter
+
+    usual: Any = interpreter._patch_builtin
+    if usual.__module__ == __name__:
+        return
+    places = tl, tl.core, tl.tensor, tl.math, tl.core.tensor_descriptor_base
+    kept = {
+        place: [name for name, value in inspect.getmembers(place) if tl.core.is_builtin(value)]
+        for place in places
+    }
+
+    def patch_builtin(place: Any, builder: Any, scope: Any) -> None:
+        names = kept.get(place)
+        if not names:
+            usual(place, builder, scope)
+        elif tl.core.is_builtin(getattr(place, names[0])):  # else the caller's have replaced all
+            for name in names:
+                interpreter._patch_attr(place, name, getattr(place, name), builder, scope)
+
+    interpreter._patch_builtin = patch_builtin

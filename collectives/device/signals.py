@@ -52,10 +52,12 @@ import numpy
 import triton
 import triton.language as tl
 
+from weft.collectives.device.interpreter import find_builtins_once
 from weft.collectives.device.polling import begin_polls, pause
 from weft.collectives.ranks import pad, reports
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
+find_builtins_once()
 
 
 class Constant(tl.constexpr):  # type: ignore[misc]  # Triton ships no types

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,12 @@ class Presence:
         self._group, self._store, self._told = group, store_of(group), 0
         self._call = f"{call}: "
 
+    @staticmethod
+    def now(group: Group) -> Presence:
+        """In the call of the group that is under way."""
+        calls = group.calls
+        return Presence(group, f"{calls.group} {calls.position} {calls.last}")
+
     def tell(self) -> None:
         """This rank is in the call still."""
         self._told += 1
@@ -64,8 +71,12 @@ class Presence:
             absent |= {int(each) for each in now[peer].removeprefix(_GAVE_UP).split(",")}
         absent = absent - {self._group.rank} or gave_up
         if absent:
-            self._say(_GAVE_UP + ",".join(map(str, sorted(absent))))
+            self.give_up(sorted(absent))
         return sorted(absent)
+
+    def give_up(self, absent: Sequence[int]) -> None:
+        """This rank has waited for these in vain."""
+        self._say(_GAVE_UP + ",".join(map(str, absent)))
 
     def _say(self, what: str) -> None:
         self._store.set(f"weft in a call {self._group.rank}", self._call + what)
@@ -113,7 +124,7 @@ def finish(group: Group, op: str, work: Any) -> None:
         except RuntimeError as error:
             waited_s = time.monotonic() - start
             if presence is None:
-                presence = Presence(group, f"{group.calls.group} {number} {group.calls.last}")
+                presence = Presence.now(group)
             running = all(process.alive() for process in group.processes)
             if work.is_completed() or waited_s > bound_s or not running:
                 raise presence.failed(op, number, waited_s, error) from error

@@ -2,5 +2,5 @@
 
 May import the rooms `layout`, `move`, `tracing`, `dispatch` and `rules` of `dtensor`. Read
 `functional` (which calls are caught), `products` (those that multiply), `linear` (how they run),
-`attention`, `loss`, `context_parallel`.
+`grouped` (those of experts), `attention`, `loss`, `context_parallel`.
 """

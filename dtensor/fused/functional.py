@@ -21,14 +21,14 @@ from weft.dtensor.dispatch import backward
 from weft.dtensor.dispatch.call import map_tree
 from weft.dtensor.dispatch.dispatch import dispatch, learn, outermost
 from weft.dtensor.fused.attention import attention, stride_like
+from weft.dtensor.fused.grouped import grouped_matmul
 from weft.dtensor.fused.loss import cross_entropy
 from weft.dtensor.fused.products import addmm, bmm, einsum, is_dtensor, linear, matmul, mm
 from weft.dtensor.layout.boxes import is_shard, layout_of, shard_dim
-from weft.dtensor.rules.matmul import grouped_weight_grad
 from weft.dtensor.rules.nn import embedding_weight_grad
 from weft.dtensor.tensor import DTensor, as_global, local_part, outside_result
 from weft.dtensor.tracing.exporting import is_exported
-from weft.dtensor.tracing.grad_recording import apply, is_nothing, needs_grad
+from weft.dtensor.tracing.grad_recording import apply, is_nothing
 from weft.dtensor.tracing.graph_breaks import unless_traced
 
 
@@ -76,43 +76,6 @@ def embedding(
     if not -rows <= padding_idx < rows:
         return NotImplemented  # torch raises the right error
     return apply(_Embedding, weight, input, padding_idx % rows)
-
-
-class _GroupedMatmul(torch.autograd.Function):
-    """Rows by the weights of their groups; the gradient of these is placed as they are."""
-
-    @staticmethod
-    def forward(ctx: Any, x: DTensor, w: DTensor, offs: DTensor) -> DTensor:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, w, offs)
-        return cast(DTensor, dispatch(torch.ops.aten._grouped_mm.default, (x, w, offs)))
-
-    @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> Any:
-        if is_nothing(grad):
-            return None, None, None
-        x, w, offs = ctx.saved_tensors
-        needs_x, needs_w, _ = ctx.needs_input_grad
-        dx = torch._grouped_mm(grad, w.mT, offs=offs) if needs_x else None
-        if not needs_w:
-            return dx, None, None
-        if torch.is_grad_enabled():
-            return dx, torch._grouped_mm(x.mT, grad, offs=offs), None
-        return dx, dispatch(grouped_weight_grad, (x, grad, w, offs)), None
-
-
-def grouped_matmul(
-    input: Any, mat2: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None
-) -> Any:
-    """`torch._grouped_mm` of rows and stacked weights that are cut by group."""
-    x, w = input, mat2
-    if not all(map(is_dtensor, (x, w, offs))) or bias is not None or out_dtype is not None:
-        return NotImplemented
-    if (x.ndim, w.ndim) != (2, 3) or 0 not in w._layout.cut_dims or not needs_grad(w):
-        return NotImplemented
-    if torch.is_autocast_enabled(w._layout.mesh.device_type):
-        return NotImplemented
-    return apply(_GroupedMatmul, x, w, offs)
 
 
 def _row_norm(function: Any, x: Any, shape: Any, weights: tuple[Any, ...], eps: Any) -> Any:

@@ -227,7 +227,7 @@ def _reduction(total: Layout, target: Layout, w: Layout) -> tuple[int, str]:
 
 
 @cached
-def _gradients(out: Layout, *operands: Layout) -> tuple[Placements, ...]:
+def gradients_of(out: Layout, *operands: Layout) -> tuple[Placements, ...]:
     """How the local gradients of the operands of a product make up the global ones."""
 
     def of(p: Placement, result: Placement, is_bias: bool) -> Placement:
@@ -249,7 +249,7 @@ def _own_parts(plan: CallPlan, operands: _Operands, out: Layout) -> list[torch.T
     moves = plan.moves or [None] * len(tensors)
     placed = [_without_sums(m) if i == 2 and m else m for i, m in enumerate(moves)]
     targets = [m or t._layout for m, t in zip(placed, tensors, strict=True)]
-    grads = _gradients(out, *targets)
+    grads = gradients_of(out, *targets)
     own: list[torch.Tensor | None] = [
         local_part(t, g, m) for t, g, m in zip(tensors, grads, placed, strict=True)
     ]
@@ -336,7 +336,7 @@ def _own_features(bias: DTensor, out: Layout, mesh_dim: int) -> torch.Tensor:
     last = len(out.shape) - 1
     placements = [Shard(0) if shard_dim(p) == last else Replicate() for p in out.placements]
     target = bias._layout.with_placements(placements)
-    return local_part(bias, _gradients(out, target, target)[0], target)
+    return local_part(bias, gradients_of(out, target, target)[0], target)
 
 
 class _Product(torch.autograd.Function):

@@ -24,10 +24,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from weft.collectives import cost
 from weft.dtensor.dispatch.call import PENDING, Choices, OpCall, Strategy, Way, rule
-from weft.dtensor.layout.boxes import Layout
+from weft.dtensor.layout.boxes import Layout, pieces_of
 from weft.dtensor.layout.symbolic import present
 from weft.dtensor.move.transfers import same_shard, transition_bytes
-from weft.dtensor.rules.matmul import contraction, summand_placement
+from weft.dtensor.rules.matmul import contraction, grouped_product, summand_placement
 from weft.kernels.engine.engines import collective_us, fused_us
 
 GATHER = "all_gather_matmul"
@@ -53,6 +53,35 @@ def linear_weight_grad(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def stack_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """(*batch, M, K) @ (*batch, K, N): a product for each of a stack of weights."""
     return x.matmul(w)
+
+
+def grouped_rows_product(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """(R, K), (G, K, N), (G,) -> (R, N): `torch._grouped_mm` of rows, as one op."""
+    return torch._grouped_mm(x, w, offs=ends)
+
+
+@rule("grouped_rows_product")
+def _grouped_rule(call: OpCall) -> Choices:
+    found, rows = grouped_product(call), Shard(0)
+    fused = Strategy((rows, rows, Replicate()), (rows,), Way("dispatch_grouped_matmul", _travel_us))
+    return Choices([*found.strategies, fused], found.localize)
+
+
+def _travel_us(call: OpCall, mesh_dim: int) -> float | str:
+    """Of rows to the ranks of their weights, of results back, and of where rows go to all ranks."""
+    (x, w), W = call.inputs[:2], call.inputs[0].place.sizes[mesh_dim]
+    if why := _not_fused(call, mesh_dim):
+        return why
+    for which, layout in (("first", x), ("second", w)):
+        if layout.placements[mesh_dim] != Shard(0):
+            return f"dim 0 of the {which} is not cut"
+    others = [*w.placements[:mesh_dim], *w.placements[mesh_dim + 1 :]]
+    if any(same_shard(p, Shard(0)) for p in others) or any(pieces_of(p) > 1 for p in x.placements):
+        return "another mesh dim cuts dim 0 of the second, or the first in strides"
+    rates, rows = cost.typical(call.mesh.device_type), present(x.shape[0] / x.parts(0))
+    share = rows * x.dtype.itemsize * (W - 1) / W
+    there, back = (fused_us(share * present(n), rates) for n in (x.shape[1], w.shape[2]))
+    return there + back + collective_us(4 * present(x.shape[0]), rates)
 
 
 @rule("linear_product")

@@ -33,7 +33,7 @@ from weft.kernels.engine.chips import chip_of
 RunnableEngine = Literal["triton", "host", "generic", "hosts"]
 
 # The ops that run in two levels.
-_OVER_HOSTS = ("all_gather_matmul", "matmul_reduce_scatter")
+_OVER_HOSTS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 
 @dataclass(frozen=True)

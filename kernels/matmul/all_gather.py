@@ -1,4 +1,4 @@
-"""all_gather_matmul: activation(cat(x over ranks) @ w), differentiable, on three engines.
+"""all_gather_matmul: activation(cat(x over ranks) @ w), differentiable.
 
 W ranks; M = sum of m_r rows in all. Rank r holds m_r of them, and its own N_r columns of w:
 
@@ -90,7 +90,7 @@ def all_gather_matmul(
         keep_gathered: what is saved for the gradients of the weights. True: the gathered x, W times
             this rank's shard, and backward moves only the gradient of x. False: the shard, which
             backward gathers again. None: the gathered x where the engine makes it anyway
-            ("generic"), else the shard.
+            ("generic"), else the shard, with this rank's share of those from other hosts.
         sizes: length of every rank's shard along `gather_dim`, if known; None: the ranks exchange
             them, which costs a few us.
         scale_a, scale_b, out_dtype: for x and w of torch.float8_e4m3fn, as in torch._scaled_mm.

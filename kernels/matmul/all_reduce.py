@@ -13,6 +13,8 @@ Whoever adds rows does so in rank order, so y is bitwise the same on every rank.
 
 Backward: dy is the same on every rank, as y is; dx = dy @ w^T and dw = x^T @ dy move nothing.
 
+Over several hosts, rows are scattered and gathered, both block by block: see `collectives.hosts`.
+
 The triton engine is in `two_shot_kernel`.
 """
 
@@ -22,7 +24,8 @@ from collections.abc import Sequence
 
 import torch
 
-from weft.collectives import exchange, workspace
+from weft.collectives import all_gather, exchange, workspace
+from weft.collectives.hosts import Crossing
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
 from weft.collectives.ranks.group import GroupLike
 from weft.kernels.engine.autocast import autocast
@@ -35,8 +38,10 @@ from weft.kernels.matmul.fused_sum import (
     Operands,
     SumCall,
     SumFunction,
+    SumPlan,
     summed_reference,
 )
+from weft.kernels.matmul.reduce_scatter import hosts_forward
 
 _ONE_SHOT_BYTES = 64 << 10
 
@@ -71,7 +76,8 @@ def matmul_all_reduce(
             default torch.bfloat16.
         wire_dtype: in which partial sums travel: torch.bfloat16 or torch.float16, as a process
             group's do, are half the bytes of torch.float32 and round each rank's term. None: the
-            upper 24 bits of fp32 in kernels if the result is half precision, else fp32.
+            upper 24 bits of fp32 in kernels if the result is half precision, else fp32; between
+            hosts, the dtype of the result, rounded once a host.
 
     Returns:
         A new tensor (*batch, N), added up in fp32 in rank order. Its gradient must be the same on
@@ -166,6 +172,21 @@ def _triton_forward(call: SumCall, given: Operands) -> torch.Tensor:
     return y
 
 
-_WAYS = {"host": _host_forward, "triton": _triton_forward}
+def _hosts_forward(call: SumCall, given: Operands) -> torch.Tensor:
+    x, w, _, residual = given
+    rows = chunk_sizes(x.shape[0], call.group.world_size)
+    scattered = call._replace(plan=SumPlan("hosts", 0, rows, rows, [rows[call.group.rank]]))
+    if residual is not None:
+        residual = residual.split(rows)[call.group.rank]
+    part = hosts_forward(scattered, given._replace(residual=residual))
+    y = part.new_empty(x.shape[0], w.shape[1])
+    crossing = Crossing(call.group, rows, w.shape[1] * part.element_size(), OP.name)
+    for block, shard in crossing.fetched(part):
+        with crossing.naming():
+            block.put(all_gather(shard, crossing.inside, sizes=block.sizes), y)
+    return y
+
+
+_WAYS = {"host": _host_forward, "triton": _triton_forward, "hosts": _hosts_forward}
 OP = FusedSum("matmul_all_reduce", _MatmulAllReduce, _WAYS, _gradients)
 matmul_all_reduce_reference = summed_reference  # what every rank gets

@@ -399,7 +399,8 @@ def _hosts_forward(
     for block, shard in crossing.fetched(x):
         plan = _plan_inside(crossing.inside, block.sizes, shard, weights, call.told)
         inside = call._replace(group=crossing.inside, engine=plan.engine, rows=plan.rows, plan=plan)
-        made = run_forward(inside, shard, weights, biases, keep_sums)
+        with crossing.naming():
+            made = run_forward(inside, shard, weights, biases, keep_sums)
         ys = made.ys
         if plan.engine == "generic":
             made = Made(epilogues.activate(ys, call.activation), ys, made.gathered)
@@ -438,7 +439,8 @@ def _hosts_backward(given: GatherGradient) -> GatherGradients:
             crossed=(),
         )
         engine = _plan_inside(crossing.inside, block.sizes, x, weights, told).engine
-        dx, dws = generic_backward(part) if engine == "generic" else run_backward(engine, part)
+        with crossing.naming():
+            dx, dws = generic_backward(part) if engine == "generic" else run_backward(engine, part)
         for i, dw in enumerate(dws):
             if dw is not None:
                 total = totals[i]

@@ -1,4 +1,4 @@
-"""matmul_reduce_scatter: this rank's rows of the sum over ranks of x @ w, on three engines.
+"""matmul_reduce_scatter: this rank's rows of the sum over ranks of x @ w.
 
 W ranks; rank r holds K_r of the K columns of x, and those rows of w:
 
@@ -95,7 +95,8 @@ def matmul_reduce_scatter(
             default torch.bfloat16.
         wire_dtype: in which partial sums travel: torch.bfloat16 or torch.float16, as a process
             group's do, are half the bytes of torch.float32 and round each rank's term. None: the
-            upper 24 bits of fp32 in kernels if the result is half precision, else fp32.
+            upper 24 bits of fp32 in kernels if the result is half precision, else fp32; between
+            hosts, the dtype of the result, rounded once a host.
 
     Returns:
         A new tensor, added up in fp32 in rank order; it may be non-contiguous if `scatter_dim` > 0.
@@ -208,18 +209,20 @@ def _host_backward(given: ScatterGradient) -> Gradients:
 _inside = Plans[SumPlan](f"{__name__}._inside")
 
 
-def _hosts_forward(call: SumCall, given: Operands) -> torch.Tensor:
+def hosts_forward(call: SumCall, given: Operands) -> torch.Tensor:
+    """This rank's rows of the sum, by whichever engine inside each host."""
     x, w, bias, residual = given
     wire = call.wire_dtype or call.dtype
-    crossing = Crossing(call.group, call.rows, w.shape[1] * wire.itemsize, OP.name)
+    crossing = Crossing(call.group, call.rows, w.shape[1] * wire.itemsize, call.op.name)
     for block in (*crossing.foreign, crossing.own):
         part = block.of(x)
         plan = _plan_inside(crossing.inside, block.sizes, part, w, call)
-        if plan.engine == "generic":
-            total = reduce_scatter(partial_matmul(part, w), crossing.inside, sizes=plan.rows)
-        else:
-            inside = call._replace(group=crossing.inside, plan=plan, average=False)
-            total = inside.made_of(Operands(part, w, None, None))
+        inside = call._replace(op=OP, group=crossing.inside, plan=plan, average=False)
+        with crossing.naming():
+            if plan.engine == "generic":
+                total = reduce_scatter(partial_matmul(part, w), inside.group, sizes=plan.rows)
+            else:
+                total = inside.made_of(Operands(part, w, None, None))
         if block is not crossing.own:
             crossing.give_back(block, total.to(wire))
     total = crossing.summed(total, sum_dtype(total))
@@ -255,10 +258,11 @@ def _hosts_backward(given: ScatterGradient) -> Gradients:
         )  # fmt: skip
         problem = OP.problem(part.x, w, crossing.inside, 0)
         engine = choose(problem, crossing.inside, x.device)
-        if engine == "generic":
-            made, more, _ = _differentiable_backward(part)
-        else:
-            made, more, _ = run_backward(engine, part)
+        with crossing.naming():
+            if engine == "generic":
+                made, more, _ = _differentiable_backward(part)
+            else:
+                made, more, _ = run_backward(engine, part)
         if dx is not None and made is not None:
             block.put(made, dx)
         if more is not None:
@@ -344,7 +348,7 @@ def _differentiable_backward(given: ScatterGradient) -> Gradients:
 OP = FusedSum(
     "matmul_reduce_scatter",
     _MatmulReduceScatter,
-    {"host": _host_forward, "triton": _triton_forward, "hosts": _hosts_forward},
+    {"host": _host_forward, "triton": _triton_forward, "hosts": hosts_forward},
     _gradients,
 )
 

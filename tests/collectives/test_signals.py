@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import os
 import re
 import subprocess
@@ -17,9 +18,11 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 from needs import needs_interpreter
+from triton.runtime import interpreter
 
 import weft
 from weft.collectives.device import polling, signals
+from weft.collectives.device.interpreter import find_builtins_once
 from weft.collectives.memory.waiter import told_by
 from weft.collectives.ranks import pad, reports
 from weft.collectives.ranks.group import alone, virtual_rank
@@ -73,6 +76,21 @@ def test_a_signal_reaches_its_slot_and_stays():
         _wait_kernel[(1,)](ranks.table, out, generation, 0)
         assert out.tolist() == [1, 1]
     assert ranks.words[1][pad.STATUS] == 0
+
+
+def test_builtins_are_those_that_triton_finds():
+    places = tl, tl.tensor, tl.math, tl.core.tensor_descriptor_base
+    found = {
+        (place, name)
+        for place in places
+        for name, value in inspect.getmembers(place)
+        if tl.core.is_builtin(value)
+    }
+    assert interpreter._patch_builtin.__module__ == find_builtins_once.__module__
+    scope = interpreter._patch_lang(lambda: tl)
+    replaced = {(place, name) for place, name, was in scope._changes if tl.core.is_builtin(was)}
+    scope.restore()
+    assert replaced >= found and len(found) > 100
 
 
 def test_a_wait_that_fails_is_recorded_once_and_ends_all_patience():

@@ -12,6 +12,7 @@ import torch
 from dtensors import world
 from torch.nn import functional
 
+import weft
 from weft.dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from weft.dtensor.debug import CommDebugMode
 from weft.dtensor.rules import matmul
@@ -122,6 +123,41 @@ def test_weights_cut_by_group_have_gradients_of_their_own_groups_alone(transpose
         (first,) = torch.autograd.grad(y, b, dy, create_graph=True)
         second.append(torch.autograd.grad((first * b.detach()).sum(), a)[0])
     assert torch.equal(second[0].full_tensor(), second[1])
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("last", [235, 240], ids=["rows of no group", "all rows"])
+def test_rows_travel_to_weights_that_are_cut_by_group(last: int) -> None:
+    """Where that is the cheapest: few rows, large weights."""
+    torch.manual_seed(0)
+    ones = lambda *shape: torch.randint(-1, 2, shape).bfloat16()  # noqa: E731
+    x, w, seed = ones(240, 64), ones(8, 64, 512), ones(240, 512)
+    ends = torch.tensor([0, 30, 90, 90, 100, 120, 180, last], dtype=torch.int32)
+    plain = [t.clone().requires_grad_() for t in (x, w)]
+    expected = functional.grouped_mm(*plain, offs=ends)
+    expected[last:] = 0
+    expected.backward(seed)
+    plain[0].grad[last:] = 0  # torch leaves them undefined
+    mesh, of_w = world(), [Shard(0)]
+    if mesh.size() == 4:
+        mesh, of_w = init_device_mesh("cpu", (2, 2)), [Replicate(), Shard(0)]
+    of_x = [Shard(0)] * mesh.ndim
+    ours = [distribute_tensor(t, mesh, p).requires_grad_() for t, p in ((x, of_x), (w, of_w))]
+    offs = distribute_tensor(ends, mesh)
+    told = str(weft.explain(lambda: functional.grouped_mm(*ours, offs=offs)))
+    assert "dispatch_grouped_matmul is the cheapest" in told, told
+    dy = distribute_tensor(seed, mesh, of_x)
+    with CommDebugMode() as comm:
+        y = functional.grouped_mm(*ours, offs=offs)
+        y.backward(dy)
+    counts = {str(op).split(".")[-1]: n for op, n in comm.get_comm_counts().items()}
+    assert counts["all_gather_into_tensor"] == 1, counts  # of ids
+    assert {*counts} == {"all_gather_into_tensor", "all_to_all_single"} or mesh.ndim == 2, counts
+    assert y.placements == tuple(of_x)
+    assert torch.equal(y.full_tensor(), expected)
+    for mine, theirs in zip(ours, plain, strict=True):
+        assert mine.grad.placements[-1] == Shard(0)
+        assert torch.equal(mine.grad.full_tensor(), theirs.grad)
 
 
 def fp8(*shape: int) -> torch.Tensor:

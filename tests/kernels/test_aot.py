@@ -32,7 +32,7 @@ NO_MATMUL = {
     "_publish_kernel", "exchange_kernel", "reduce_kernel", "_pull_kernel", "_multimem_kernel",
     "_begin_kernel", "_post_kernel", "_wait_kernel", "_announce_kernel", "_append_kernel",
     "_end_kernel", "_merge_kernel", "weigh_kernel", "experts, rows alone",
-    "experts, rows fetched",
+    "experts, rows fetched", "experts, fp8 rows fetched",
 }  # fmt: skip
 
 # Of each chip the cases that are nearest to spilling; with ATTENTION they have every kernel that
@@ -61,6 +61,7 @@ ATTENTION = {
 EXPERTS = (
     "experts, kept", "experts, rows fetched", "experts, rows alone", "d(down of experts)",
     "d(gate and up of experts)", "experts, decode", "experts, gelu", "experts' weight gradient",
+    "experts, fp8 rows", "experts, fp8 rows fetched",
 )  # fmt: skip
 
 # Those whose tiles are wide enough for the newest matrix units.
