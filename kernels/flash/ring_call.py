@@ -147,8 +147,7 @@ def ring_options(
     options: dict[str, Any] = {"programs": chip.programs, "copy_programs": copies}
     if chip is INTERPRETER:
         return options | {"group_heads": 2, "copy_m": 16}
-    sharing = max(1, heads // max(kv_heads, 1))
-    group_heads = max(1, min(heads, _KV_HEADS * sharing))
+    group_heads = _KV_HEADS * max(1, heads // max(kv_heads, 1))
     registers = not chip.is_amd
     return options | {"group_heads": group_heads, "all_registers": registers}
 
