@@ -185,7 +185,7 @@ def launch_dispatch(
     sums = [x.new_empty(R, N) for N in Ns] if keep_sums else []
     copies = config.copy_programs if weights else config.programs
     rows = x.new_empty(R, K) if copies else None
-    fetched = None if numbers is None else numbers.new_empty(R)
+    fetched = numbers.new_empty(R) if copies and numbers is not None else None
     pitch, numbers_at = gathers.pitch_of(K), numbers_offset(max(tokens), K, wire)
     given = NO_SCALES if numbers is None else Scales(numbers.reshape(-1), 1)
     gathers.publish(

@@ -17,6 +17,7 @@ import triton.language as tl
 from weft.collectives.device import signals
 from weft.collectives.device.launches import launching, temporary
 from weft.kernels.device import tiles
+from weft.kernels.engine.chips import chip_of
 from weft.kernels.flash.attention_tiles import (
     LOG2_E,
     Heads,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from weft.kernels.attention.ring import Saved
 
 _INTERPRETED = signals.Constant(signals.INTERPRETED)
-_DELTA_TILE = 4096  # elements of a program that makes delta
+_DELTA_TILE = 16384  # elements of a tile of delta: a core has 64 KiB of half precision on the way
 
 
 class Queries(NamedTuple):
@@ -94,37 +95,40 @@ def _delta_kernel(
     out_ptr,  # (B, H, n, D)
     dlse_ptr,  # (B, H, n) or None
     dout,  # Heads
+    B,
     H,
     n,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Grid: tiles of BLOCK rows of all heads."""
-    chunks, program = tiles.cdiv(n, BLOCK), tl.program_id(0)
-    head, row = program // chunks, program % chunks * BLOCK
-    first = tl.cast(head, tl.int64) * n
-    dout_head = head_ptr(dout, tl.cast(head // H, tl.int64), tl.cast(head % H, tl.int64))
-    out_rows = load_rows(out_ptr + first * D, row, n, D, BLOCK, D, BLOCK_D)
-    dout_rows = load_rows(dout_head, row, n, dout.stride_m, BLOCK, D, BLOCK_D)
-    values = row_sum(out_rows.to(tl.float32) * dout_rows.to(tl.float32))
-    rows = row + tl.arange(0, BLOCK)
-    if dlse_ptr is not None:
-        values -= tl.load(dlse_ptr + first + rows, mask=rows < n, other=0.0)
-    tl.store(delta + first + rows, values, mask=rows < n)
+    """delta, by tiles of BLOCK rows of a head. Grid: any."""
+    chunks = tiles.cdiv(n, BLOCK)
+    for unit in range(tl.program_id(0), B * H * chunks, tl.num_programs(0)):
+        head, row = unit // chunks, unit % chunks * BLOCK
+        first = tl.cast(head, tl.int64) * n
+        dout_head = head_ptr(dout, tl.cast(head // H, tl.int64), tl.cast(head % H, tl.int64))
+        out_rows = load_rows(out_ptr + first * D, row, n, D, BLOCK, D, BLOCK_D)
+        dout_rows = load_rows(dout_head, row, n, dout.stride_m, BLOCK, D, BLOCK_D)
+        values = row_sum(out_rows.to(tl.float32) * dout_rows.to(tl.float32))
+        rows = row + tl.arange(0, BLOCK)
+        if dlse_ptr is not None:
+            values -= tl.load(dlse_ptr + first + rows, mask=rows < n, other=0.0)
+        tl.store(delta + first + rows, values, mask=rows < n)
 
 
 def _launch_delta(
     delta: torch.Tensor, out: torch.Tensor, grad_lse: torch.Tensor | None, dout: Heads
 ) -> None:
-    """Enqueue delta: by all cores, as no gradient can begin before. 32 heads of 4,096 rows take the
-    copy programs of a launch 6 ms on an H200, and all cores 20 us.
+    """Enqueue delta: by all cores, as no gradient can begin before. 32 heads of 4,096 rows took the
+    copy programs of a launch 6 ms on an H200, and a kernel with 32 rows a program 20 us.
     """
     B, H, n, D = out.shape
     block_d = max(16, triton.next_power_of_2(D))
     block = max(16, _DELTA_TILE // block_d)
-    launching(_delta_kernel, B * H * triton.cdiv(n, block))(
-        delta, out, grad_lse, dout, H, n, D=D, BLOCK=block, BLOCK_D=block_d
+    programs = min(chip_of(out.device).programs, B * H * triton.cdiv(n, block))
+    launching(_delta_kernel, programs)(
+        delta, out, grad_lse, dout, B, H, n, D=D, BLOCK=block, BLOCK_D=block_d, num_warps=8
     )
 
 

@@ -321,7 +321,7 @@ def test_keys_that_no_query_sees_are_not_fetched() -> None:
 @pytest.mark.parametrize("config", [ring_config, ring_grad_config, head_grad_config])
 def test_launches_of_an_empty_batch(config: Any) -> None:
     for chip in KNOWN:
-        assert config(0, 0, 5, 64, torch.bfloat16, 2, chip).group_heads == 1
+        assert config(0, 0, 5, 64, torch.bfloat16, 2, chip).group_heads >= 1
 
 
 @pytest.mark.parametrize("config", [ring_config, ring_grad_config])
