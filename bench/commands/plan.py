@@ -21,6 +21,7 @@ from weft.cli import Parser, at_least
 from weft.demo.model import Llama, LlamaShape
 from weft.dtensor import DeviceMesh, Plan, plan
 from weft.dtensor.plans.planning import bytes_of
+from weft.dtensor.plans.propagation import pretended_mesh
 
 _EPILOG = """\
 examples:
@@ -100,7 +101,7 @@ def _mesh(text: str) -> tuple[int, ...]:
 def _pretended(sizes: tuple[int, ...], device_type: str) -> DeviceMesh:
     """A mesh of ranks that are not there."""
     grid = torch.arange(torch.Size(sizes).numel()).view(sizes)
-    return DeviceMesh(device_type, grid, _init_backend=False, _rank=0)
+    return pretended_mesh(device_type, grid)
 
 
 def _model(args: argparse.Namespace) -> tuple[nn.Module, Any]:

@@ -41,7 +41,7 @@ class Propagation:
         here = dist.get_rank() if dist.is_initialized() else 0
         stand_ins = torch.arange(ranks) + _STAND_INS
         stand_ins[0] = here
-        self.mesh = DeviceMesh(kind, stand_ins, _init_backend=False, _rank=here)
+        self.mesh = pretended_mesh(kind, stand_ins, rank=here)
         self._known: dict[Any, tuple[Placement, ...] | None] = {}
 
     def layout(self, meta: Meta, placement: Placement) -> Layout:
@@ -106,3 +106,13 @@ class Propagation:
         chosen = attention_plan(q, k, v, masked, is_causal, enable_gqa)
         given = [layout.placements for layout in (q, k, v, masked) if layout is not None]
         return chosen if list(map(tuple, chosen.inputs)) == given else None
+
+
+def pretended_mesh(
+    device_type: str, ranks: torch.Tensor, names: tuple[str, ...] | None = None, rank: int = 0
+) -> DeviceMesh:
+    """A mesh without process groups, of ranks that need not be there."""
+    mesh = DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)
+    # torch.compile reads it of every mesh that layouts are kept of.
+    mesh._dim_group_names = []
+    return mesh

@@ -32,6 +32,8 @@ from weft.dtensor import (
     init_device_mesh,
     parallel,
 )
+from weft.dtensor.layout.boxes import layout_of
+from weft.dtensor.plans.propagation import pretended_mesh
 
 
 class Graphs:
@@ -92,8 +94,11 @@ def test_functions(backend: str) -> None:
     def broken_off(x: torch.Tensor) -> torch.Tensor:
         return x[x > 0].sum() + distribute_tensor(local, mesh, [Shard(0)]).sum()
 
+    # What is traced anew looks at all layouts that are kept, those of a planned mesh too.
+    kept = layout_of(pretended_mesh("cpu", torch.arange(4)), (Shard(0),), (8,), (1,), torch.float32)
     torch._dynamo.reset()
     result = torch.compile(broken_off, backend=backend)(x)
+    assert kept.mesh.size() == 4
     torch.testing.assert_close(full_of(result), full_of(broken_off(x)))
 
 
@@ -149,7 +154,7 @@ def test_from_local_of_uneven_parts() -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("backend", ["graphs", "inductor"])
+@pytest.mark.parametrize("backend", ["graphs", pytest.param("inductor", marks=pytest.mark.sweep)])
 def test_column_then_row(backend: str) -> None:
     world_size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,))
@@ -274,6 +279,7 @@ def test_one_graph_for_all_batches(
         assert graphs.forwards == expected_graphs, (placement, batch)
 
 
+@pytest.mark.sweep
 @pytest.mark.ranks(2)
 def test_llama() -> None:
     mesh = world()

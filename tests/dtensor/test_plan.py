@@ -23,6 +23,7 @@ from weft.dtensor.plans.bills import DataParallel, Option
 from weft.dtensor.plans.graph import Graph, recorded
 from weft.dtensor.plans.options import NodeOptions
 from weft.dtensor.plans.prices import prices_of
+from weft.dtensor.plans.propagation import pretended_mesh
 from weft.dtensor.plans.search import State, remaining, search, steps
 
 X = torch.randn(4, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -39,7 +40,7 @@ def pretended(*shape: int, device_type: str = "cpu") -> DeviceMesh:
     """A mesh of ranks that are not there."""
     names = ("dp", "tp")[-len(shape) :]
     grid = torch.arange(math.prod(shape)).view(shape)
-    return DeviceMesh(device_type, grid, mesh_dim_names=names, _init_backend=False, _rank=0)
+    return pretended_mesh(device_type, grid, names)
 
 
 def named(found: Plan) -> dict[str, Plan]:

@@ -91,6 +91,7 @@ def test_torchtitan_llama(ranks: Any) -> None:
             assert found == [(5, 7, {NO_PRODUCER, NO_CONSUMER}), (5, 6, {NO_CONSUMER})]
 
 
+@pytest.mark.sweep
 def test_fully_shard_beside_tensor_parallel(ranks: Any) -> None:
     for found in ranks(4, held, "FSDP2 x TP", False):
         # FSDP gathers weights outside of the layers' graphs.
