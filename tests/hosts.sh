@@ -10,6 +10,9 @@
 # torchrun starts the same program on each. The exit status is the first that is not 0; 77, with the
 # reason, where the machine does not allow namespaces.
 set -euo pipefail
+# Before the folder of the program, where tests/weft could be taken for the package.
+root=$(cd "$(dirname "$0")/.." && pwd)
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 
 hosts=2 ranks=2 link= limit=120
 while getopts n:r:l:t: option; do

@@ -178,7 +178,7 @@ def test_a_rank_that_stays_away_is_named(own_ranks: Any) -> None:
 def on_real_hosts(part: str) -> subprocess.CompletedProcess[str]:
     """What two hosts of two ranks say, each in namespaces of its own."""
     script = Path(__file__).parents[1] / "hosts.sh"
-    variables = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(script.parents[1])}
+    variables = os.environ | {"PYTHON": sys.executable}
     command = [str(script), "-l", "1gbit", "-t", "90", "--", str(script.with_name("on_hosts.py"))]
     run = subprocess.run([*command, part], env=variables, capture_output=True, text=True)
     if run.returncode == 77:
