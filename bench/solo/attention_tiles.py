@@ -7,7 +7,6 @@ is read, and put into `_tile` of `ring_kernel` and `_tiles` of `ring_grad_kernel
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,12 +18,12 @@ import torch
 from weft.bench.measure import deviation, listed, short
 from weft.bench.problem import Spec
 from weft.bench.solo.measure import Stopwatch, usable
+from weft.bench.solo.sweep import median_us
 from weft.collectives.ranks.group import alone
 from weft.kernels.attention.ring import Saved
 from weft.kernels.flash import ring_grad_kernel, ring_kernel
 from weft.kernels.flash.geometry import UNBOUNDED, Geometry, Visibility
 
-_WARMUP, _ROUNDS = 2, 7
 _TOLERANCE = 2e-2
 Tiles = Mapping[str, int]  # fields of the kernel's config; none: as it is
 
@@ -127,8 +126,7 @@ def search(
                 off = deviation(listed(problem.run()), expected) / _TOLERANCE
                 if not off <= 1:
                     raise ValueError(f"{off:.3g} times the tolerance away from the kernel's own")
-                times = [clock.us(problem.run, clock.flush) for _ in range(_WARMUP + _ROUNDS)]
-                us = statistics.median(times[_WARMUP:])
+                us = median_us(clock, problem.run, clock.flush)
         except Exception as error:  # too few resources, or whatever else there is against it
             failure = f"{type(error).__name__}: {short(str(error))}"
         trials.append((tiles, us, failure))

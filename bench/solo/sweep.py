@@ -87,6 +87,12 @@ def search(
     return entry, trials
 
 
+def median_us(clock: Stopwatch, call: Callable[[], Any], before: Callable[[], Any]) -> float:
+    """What a launch takes, after a few calls that do not count."""
+    times = [clock.us(call, before) for _ in range(_WARMUP + _ROUNDS)]
+    return statistics.median(times[_WARMUP:])
+
+
 def best_of(trials: Sequence[Trial]) -> Trial:
     """The quickest, or the first one unless another is quicker by more than noise."""
     best = min(trials, key=lambda trial: trial.us)
@@ -141,6 +147,6 @@ class Search:
         off = deviation(listed(made), self.expected) / self.problem.tolerance
         if not off <= 1:
             return Trial(choice, math.inf, f"wrong: {off:.3g} times the tolerance")
-        times = [self.clock.us(run, cold) for _ in range(_WARMUP + _ROUNDS)][_WARMUP:]
+        us = median_us(self.clock, run, cold)
         world.check()
-        return Trial(choice, statistics.median(times))
+        return Trial(choice, us)

@@ -14,9 +14,9 @@ Each remote byte crosses the link once, however many tiles read it. The rank's o
 
 Protocol
   1. `_publish_kernel`, all programs: copy x into the rank's own half, or quantize it to fp8 there,
-     which makes the scales. Each takes a ticket; the last
-     one, which sees the stores of all (acquire), sets GENERATION = g and signals the word
-     (0, rank, 0) of every peer's pad: release at system scope.
+     which makes the scales. Each takes a ticket; the last one, which sees the stores of all
+     (acquire), sets GENERATION = g and signals the word (0, rank, 0) of every peer's pad: release
+     at system scope.
   2. `fetch_shards`, in copy program c of C: for the peers rank+1, rank+2, ...: wait for the peer's
      word (acquire, system scope), after which its half may be read; copy every C-th of all peers'
      chunks of rows to `gathered`, and signal the rank's own word (1, peer, chunk): release at
