@@ -30,7 +30,8 @@ from weft.dtensor.dispatch.call import Op, leaves, map_tree
 from weft.dtensor.dispatch.planning import CallPlan, make_plan, quickest
 from weft.dtensor.dispatch.variants import Reshaped, keep_age, refuse_old_views
 from weft.dtensor.dispatch.views import CopiedView, NoViewError, as_copies
-from weft.dtensor.layout.boxes import Layout, check_dense, layout_of
+from weft.dtensor.layout.boxes import Layout, layout_of
+from weft.dtensor.layout.placements import check_dense
 from weft.dtensor.move.explicit import check_explicit
 from weft.dtensor.move.redistribute import move
 from weft.dtensor.tensor import DTensor, before_write, local_as, wrap

@@ -38,7 +38,9 @@ from weft.dtensor.dispatch.cross_mesh import of_one_mesh
 from weft.dtensor.dispatch.discovery import discovered
 from weft.dtensor.dispatch.pricing import choose_strategies
 from weft.dtensor.dispatch.variants import by_functional
-from weft.dtensor.layout.boxes import Layout, check_dense, is_open, layout_of
+from weft.dtensor.layout.boxes import Layout, layout_of
+from weft.dtensor.layout.placements import check_dense
+from weft.dtensor.layout.runs import is_open
 from weft.dtensor.layout.symbolic import cached
 from weft.dtensor.random import with_equal_state
 from weft.dtensor.tensor import DTensor, wrap

@@ -31,16 +31,9 @@ from weft.collectives.ranks.flight import GENERIC, call_of
 from weft.collectives.ranks.group import Group, kept_by_group, resolve
 from weft.collectives.ranks.reports import check_all
 from weft.collectives.ranks.traced import is_traced
-from weft.dtensor.layout.boxes import (
-    REDUCE,
-    Layout,
-    Shape,
-    contiguous_layout,
-    contiguous_stride,
-    divide_,
-    is_inexact,
-    normalize,
-)
+from weft.dtensor.layout.boxes import Layout, contiguous_layout
+from weft.dtensor.layout.placements import REDUCE, divide_, is_inexact, normalize
+from weft.dtensor.layout.runs import Shape, contiguous_stride
 from weft.dtensor.move.collective_plans import collective_plan
 from weft.dtensor.move.custom_ops import layout_name
 from weft.dtensor.move.transfers import MovePlan, PulledPiece, Slices, Step, move_plan
