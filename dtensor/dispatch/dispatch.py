@@ -27,7 +27,8 @@ from weft.collectives.ranks.group import forget_meshes
 from weft.collectives.ranks.reports import check_all
 from weft.collectives.ranks.traced import is_plain
 from weft.dtensor.dispatch.call import Op, leaves, map_tree
-from weft.dtensor.dispatch.planning import CallPlan, make_plan, quickest
+from weft.dtensor.dispatch.local_ops import quickest
+from weft.dtensor.dispatch.planning import CallPlan, make_plan
 from weft.dtensor.dispatch.variants import Reshaped, keep_age, refuse_old_views
 from weft.dtensor.dispatch.views import CopiedView, NoViewError, as_copies
 from weft.dtensor.layout.boxes import Layout, layout_of
