@@ -59,7 +59,7 @@ LEVELS = {
         rules
         fused
         api debug experimental
-        expert_parallel
+        expert_parallel prepare
         interop parallel
         plans
         .
