@@ -4,9 +4,10 @@
     mm + mm + .. -> reduce_scatter the gradient of all_gather_matmul: Q, K and V, gate and up
     mm -> all_reduce               matmul_all_reduce
 
-Where the results are cast before, they are added up as they were made and cast afterwards, so that
-each sum is rounded once where the model rounds each rank's term; where they are cast to fewer
-bytes, these travel.
+A bias that every rank adds divided by their number, as DTensor adds one that all of them have, is
+added once, and a factor is multiplied with the sum. Where the results are cast before, they are
+added up as they were made and cast afterwards, so that each sum is rounded once where the model
+rounds each rank's term; where they are cast to fewer bytes, these travel.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from weft.collectives.custom_ops import world_of
 from weft.kernels.graphs.building import Builder, erase
 from weft.kernels.graphs.chains import (
     aten,
@@ -40,7 +42,8 @@ def scatter(graph: Graph, node: Node) -> Outcome:
     source, op, parts, group = node.args
     assert isinstance(source, Node) and isinstance(parts, int) and isinstance(op, str)
     whole, dim = scattered_along(source, parts)
-    terms, refusal = _terms(node, whole, op)
+    whole, factors = _unscaled(whole)
+    terms, refusal = _terms(node, whole, op, parts)
     arrived = waited(node)
     if refusal or arrived is None:
         return "", refusal or _NOT_WAITED, bool(terms)
@@ -53,35 +56,80 @@ def scatter(graph: Graph, node: Node) -> Outcome:
     else:
         made = _several(at, terms, whole, group, dim, parts)
         made = at.call(aten.div.Scalar, made, parts) if op == "avg" else made
+        for bias in filter(None, map(_bias, terms)):
+            made = at.call(aten.add.Tensor, made, bias)
         name, what = "all_gather_matmul_backward", f"{len(terms)} matmuls"
-    at.replace(arrived, made)
+    at.replace(arrived, _scaled(at, made, factors))
     erase(graph, arrived)
     return name, what, True
 
 
 def reduce(graph: Graph, node: Node) -> Outcome:
     """An all_reduce and what it adds up."""
-    whole, op, group = node.args
-    assert isinstance(whole, Node) and isinstance(op, str)
-    terms, refusal = _terms(node, whole, op)
+    given, op, group = node.args
+    assert isinstance(given, Node) and isinstance(op, str) and isinstance(group, str)
     arrived = waited(node)
+    if arrived is not None:
+        _forget_in_place(given, arrived)
+    whole, factors = _unscaled(given)
+    terms, refusal = _terms(node, whole, op, world_of(group)[1])
     if not refusal and len(terms) > 1:
         refusal = f"{len(terms)} matmuls are added up before, and no op takes several"
     if refusal or arrived is None:
         return "", refusal or _NOT_WAITED, bool(terms)
     at = Builder(graph, node)
     made = _one(at, terms[0], whole, _ops.matmul_all_reduce.default, group, op)
-    at.replace(arrived, made)
+    at.replace(arrived, _scaled(at, made, factors))
     erase(graph, arrived)
     return "matmul_all_reduce", "a matmul", True
 
 
+def _unscaled(whole: Node) -> tuple[Node, list[Node]]:
+    """What numbers multiply or divide to make `whole`, if nothing else uses it; and where."""
+    factors: list[Node] = []
+    while is_call(whole, aten.mul.Tensor, aten.div.Tensor) and len(whole.users) == 1:
+        below, factor = whole.args
+        if not isinstance(below, Node) or not isinstance(factor, (int, float)):
+            break
+        if whole.meta["val"].dtype == torch.float16:  # a sum may overflow that is divided before
+            break
+        factors.append(whole)
+        whole = below
+    return whole, factors
+
+
+def _scaled(at: Builder, made: Node, factors: list[Node]) -> Node:
+    """`made`, multiplied and divided as the terms of each rank have been."""
+    for each in reversed(factors):
+        made = at.call(each.target, made, each.args[1])
+    return made
+
+
 def _one(at: Builder, product: Node, whole: Node, target: Any, *rest: Any) -> Node:
     """The op on what `product` multiplies."""
-    x, w = map(at.matrix, product.args[:2])
+    x, w = map(at.matrix, product.args[-2:])
     sent = whole.meta["val"].dtype
     wire = sent if sent.itemsize < product.meta["val"].dtype.itemsize else None
-    return at.call(target, at.as_batch(x, whole), w, None, *rest, wire_dtype=wire)
+    return at.call(target, at.as_batch(x, whole), w, _bias(product), *rest, wire_dtype=wire)
+
+
+def _bias(product: Node) -> Any:
+    """The one that every rank has, of which each adds its share."""
+    share = product.args[0] if is_call(product, aten.addmm.default) else None
+    return share.args[0] if isinstance(share, Node) else None
+
+
+def _adds_share(product: Node, op: str, parts: int) -> bool:
+    """Whether it adds a bias divided by the number of ranks, to be summed."""
+    share = product.args[0]
+    return (
+        op == "sum"
+        and is_call(share, aten.div.Tensor)
+        and isinstance(share, Node)
+        and share.args[1] == parts
+        and len(shape(share)) == 1
+        and not product.kwargs
+    )
 
 
 def _several(
@@ -90,7 +138,7 @@ def _several(
     """This rank's part, along `dim`, of the sum of the products of all ranks."""
     dys, weights = [], []
     for product in products:
-        x, w = map(at.matrix, product.args[:2])
+        x, w = map(at.matrix, product.args[-2:])
         dys.append(at.as_batch(x, whole))
         weights.append(at.call(aten.permute.default, w, [1, 0]))
     sizes = at.sizes(whole)
@@ -116,9 +164,8 @@ _NO_PRODUCT = "no matmul makes what it adds up"
 _NOT_WAITED = "its result is used before it is waited for"
 
 
-def _terms(collective: Node, whole: Node, op: str) -> tuple[list[Node], str]:
+def _terms(collective: Node, whole: Node, op: str, parts: int) -> tuple[list[Node], str]:
     """The matmuls whose sum `whole` is, and why they cannot be fused, if so."""
-    _forget_in_place(collective, whole)
     terms: list[Node] = []
     refusals: list[str] = []
 
@@ -145,7 +192,7 @@ def _terms(collective: Node, whole: Node, op: str) -> tuple[list[Node], str]:
     sent = whole.meta["val"].dtype
     if op not in ("sum", "avg"):
         refusals.insert(0, f"a matmul cannot be fused with {op!r}")
-    elif any(is_call(term, aten.addmm.default) for term in terms):
+    elif any(is_call(t, aten.addmm.default) and not _adds_share(t, op, parts) for t in terms):
         refusals.insert(0, "each rank adds a bias of its own")
     elif others:
         refusals.insert(0, "each rank adds what no matmul makes")
@@ -167,10 +214,9 @@ def _is_sum(node: Any) -> bool:
     return len(values) == 3 and len(same) == 1
 
 
-def _forget_in_place(collective: Node, whole: Node) -> None:
+def _forget_in_place(whole: Node, arrived: Node) -> None:
     """A collective in place is traced as one that is not, and a copy to where its operand was."""
-    arrived = waited(collective)
     for user in list(whole.users):
-        if arrived and is_call(user, aten.copy.default) and user.args[:2] == (whole, arrived):
+        if is_call(user, aten.copy.default) and user.args[:2] == (whole, arrived):
             user.replace_all_uses_with(arrived)
             user.graph.erase_node(user)
