@@ -2,6 +2,6 @@
 
 May import `kernels.custom_ops` and what is below. Read `receipts` (what became of each collective),
 `chains` (what stands between a collective and its matmul), `building` (of nodes), `sums` (matmuls
-before a collective), `rewriting` (the pass; matmuls behind one), `backend` (torch.compile's way to
-it).
+before a collective), `norms` (behind an all_reduce), `rewriting` (the pass; matmuls behind a
+collective), `backend` (torch.compile's way to it).
 """

@@ -2,7 +2,7 @@
 
     mm -> reduce_scatter           matmul_reduce_scatter
     mm + mm + .. -> reduce_scatter the gradient of all_gather_matmul: Q, K and V, gate and up
-    mm -> all_reduce               matmul_all_reduce
+    mm -> all_reduce               matmul_all_reduce; or in `norms`
 
 A bias that every rank adds divided by their number, as DTensor adds one that all of them have, is
 added once, and a factor is multiplied with the sum. Where the results are cast before, they are
@@ -30,6 +30,7 @@ from weft.kernels.graphs.chains import (
     shape,
     waited,
 )
+from weft.kernels.graphs.norms import normalize
 
 _ops: Any = torch.ops.weft
 # What a handler returns: the fused op, or nothing; why; whether a matmul stands beside.
@@ -71,6 +72,8 @@ def reduce(graph: Graph, node: Node) -> Outcome:
     arrived = waited(node)
     if arrived is not None:
         _forget_in_place(given, arrived)
+        if normalize(graph, node, arrived):
+            return "all_reduce_residual_rms_norm", "the norm of its sum", True
     whole, factors = _unscaled(given)
     terms, refusal = _terms(node, whole, op, world_of(group)[1])
     if not refusal and len(terms) > 1:
