@@ -3,6 +3,7 @@
     mm -> reduce_scatter           matmul_reduce_scatter
     mm + mm + .. -> reduce_scatter the gradient of all_gather_matmul: Q, K and V, gate and up
     mm -> all_reduce               matmul_all_reduce; or in `norms`
+    mm + mm + .. -> all_reduce     as before a reduce_scatter; then all_gather
 
 A bias that every rank adds divided by their number, as DTensor adds one that all of them have, is
 added once, and a factor is multiplied with the sum. Where the results are cast before, they are
@@ -38,13 +39,18 @@ Outcome = tuple[str, str, bool]
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
 
 
+def counted(count: int, what: str) -> str:
+    """ "3 matmuls", "1 matmul"."""
+    return f"{count} {what}{'s' * (count > 1)}"
+
+
 def scatter(graph: Graph, node: Node) -> Outcome:
     """A reduce_scatter and what it adds up."""
     source, op, parts, group = node.args
     assert isinstance(source, Node) and isinstance(parts, int) and isinstance(op, str)
     whole, dim = scattered_along(source, parts)
     whole, factors = _unscaled(whole)
-    terms, refusal = _terms(node, whole, op, parts)
+    terms, refusal = terms_of(node, whole)
     arrived = waited(node)
     if refusal or arrived is None:
         return "", refusal or _NOT_WAITED, bool(terms)
@@ -55,11 +61,8 @@ def scatter(graph: Graph, node: Node) -> Outcome:
         made = _one(at, terms[0], whole, _ops.matmul_reduce_scatter.default, group, dim, op)
         name, what = "matmul_reduce_scatter", "a matmul"
     else:
-        made = _several(at, terms, whole, group, dim, parts)
-        made = at.call(aten.div.Scalar, made, parts) if op == "avg" else made
-        for bias in filter(None, map(_bias, terms)):
-            made = at.call(aten.add.Tensor, made, bias)
-        name, what = "all_gather_matmul_backward", f"{len(terms)} matmuls"
+        made = _several(at, terms, whole, group, dim, parts, op)
+        name, what = "all_gather_matmul_backward", counted(len(terms), "matmul")
     at.replace(arrived, _scaled(at, made, factors))
     erase(graph, arrived)
     return name, what, True
@@ -75,16 +78,38 @@ def reduce(graph: Graph, node: Node) -> Outcome:
         if normalize(graph, node, arrived):
             return "all_reduce_residual_rms_norm", "the norm of its sum", True
     whole, factors = _unscaled(given)
-    terms, refusal = _terms(node, whole, op, world_of(group)[1])
-    if not refusal and len(terms) > 1:
-        refusal = f"{len(terms)} matmuls are added up before, and no op takes several"
+    terms, refusal = terms_of(node, whole)
+    if not refusal and len(terms) > 1 and not are_cut(terms, node):
+        refusal = f"the rows of {len(terms)} matmuls cannot be cut evenly"
     if refusal or arrived is None:
         return "", refusal or _NOT_WAITED, bool(terms)
     at = Builder(graph, node)
-    made = _one(at, terms[0], whole, _ops.matmul_all_reduce.default, group, op)
+    if len(terms) == 1:
+        made = _one(at, terms[0], whole, _ops.matmul_all_reduce.default, group, op)
+        name, what = "matmul_all_reduce", "a matmul"
+    else:
+        parts = ranks_of(node)
+        made = _several(at, terms, terms[0], group, 0, parts, op)
+        made = at.call(_ops.all_gather.default, made, group, 0, [at.size(made, 0)] * parts)
+        made = at.call(aten.reshape.default, made, at.sizes(whole))
+        name = "all_gather_matmul_backward, all_gather"
+        what = counted(len(terms), "matmul")
     at.replace(arrived, _scaled(at, made, factors))
     erase(graph, arrived)
-    return "matmul_all_reduce", "a matmul", True
+    return name, what, True
+
+
+def ranks_of(collective: Node) -> int:
+    """How many take part."""
+    group: Any = collective.args[-1]
+    return world_of(group)[1]
+
+
+def are_cut(terms: list[Node], collective: Node) -> bool:
+    """Whether every rank can sum as many of the rows, and gather the others'."""
+    rows = shape(terms[0])[0]
+    matrices = all(len(shape(term)) == 2 for term in terms)
+    return matrices and isinstance(rows, int) and rows % ranks_of(collective) == 0
 
 
 def _unscaled(whole: Node) -> tuple[Node, list[Node]]:
@@ -136,7 +161,7 @@ def _adds_share(product: Node, op: str, parts: int) -> bool:
 
 
 def _several(
-    at: Builder, products: list[Node], whole: Node, group: Any, dim: int, parts: int
+    at: Builder, products: list[Node], whole: Node, group: Any, dim: int, parts: int, op: str
 ) -> Node:
     """This rank's part, along `dim`, of the sum of the products of all ranks."""
     dys, weights = [], []
@@ -150,31 +175,33 @@ def _several(
         length // parts if isinstance(length, int) else at.call(operator.floordiv, length, parts)
     )
     # The op asks for what it is the gradient of, but only for its shape and dtype.
-    value = products[0].meta["val"]
-    empty = at.call(
-        aten.empty.memory_format, [1] * len(sizes), dtype=value.dtype, device=value.device
-    )
-    like = at.call(aten.expand.default, empty, sizes)
+    like = at.like(products[0], sizes)
     needs = [True] + [False] * len(products)
     made = at.call(
         _ops.all_gather_matmul_backward.default,
         like, weights, dys, None, group, dim, [sizes[dim]] * parts, needs,
     )  # fmt: skip
-    return at.call(operator.getitem, made, 0)
+    made = at.call(operator.getitem, made, 0)
+    made = at.call(aten.div.Scalar, made, parts) if op == "avg" else made
+    for bias in filter(None, map(_bias, products)):
+        made = at.call(aten.add.Tensor, made, bias)
+    return made
 
 
 _NO_PRODUCT = "no matmul makes what it adds up"
 _NOT_WAITED = "its result is used before it is waited for"
 
 
-def _terms(collective: Node, whole: Node, op: str, parts: int) -> tuple[list[Node], str]:
+def terms_of(collective: Node, whole: Node) -> tuple[list[Node], str]:
     """The matmuls whose sum `whole` is, and why they cannot be fused, if so."""
+    op: Any = collective.args[1]
+    parts = ranks_of(collective)
     terms: list[Node] = []
     refusals: list[str] = []
 
     def walk(node: Node) -> None:
         below: Any = node.all_input_nodes[:1]  # sizes come behind
-        if _is_sum(node):
+        if is_sum(node):
             below = node.args[:2]
         elif is_call(node, *PRODUCTS) and (len(shape(node)) == 2 or shape(node)[0] == 1):
             terms.append(node)
@@ -208,7 +235,7 @@ def _terms(collective: Node, whole: Node, op: str, parts: int) -> tuple[list[Nod
     return terms, refusals[0] if refusals else ""
 
 
-def _is_sum(node: Any) -> bool:
+def is_sum(node: Any) -> bool:
     """Whether it adds two tensors of one shape and dtype."""
     if not is_call(node, aten.add.Tensor) or node.kwargs:
         return False
