@@ -69,12 +69,10 @@ def gather(graph: Graph, node: Node) -> Outcome:
         return "", "what multiplies it is gathered later", True
     weights = [at.matrix(each) for each in at.hoisted(weights)]
     biases = at.hoisted(biases)
-    given: list[Any] = []
-    if any(bias is not None for bias in biases):
-        none, value = None, x.meta["val"]
-        if None in biases:  # the op takes an empty one in its place
-            none = at.call(aten.empty.memory_format, [0], dtype=value.dtype, device=value.device)
-        given = [none if bias is None else bias for bias in biases]
+    value = x.meta["val"]
+    # The op takes an empty one in the place of none; packages of AOTInductor lose empty lists.
+    none = at.call(aten.empty.memory_format, [0], dtype=value.dtype, device=value.device)
+    given = [none if bias is None else bias for bias in biases]
     sizes = [at.size(x, dim)] * parts
     made = at.call(
         _ops.all_gather_matmul.default, x, weights, given, group, dim, sizes, bool(others), False,

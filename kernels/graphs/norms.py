@@ -17,6 +17,7 @@ import torch
 from torch.fx import Graph, Node
 
 from weft import settings
+from weft.kernels.engine.local_matmul import on_cpu
 from weft.kernels.graphs.building import Builder, erase
 from weft.kernels.graphs.chains import aten, is_call, is_cast, is_reshape, shape
 from weft.kernels.norm.rms_norm import MOST_BYTES, WIDEST
@@ -66,7 +67,7 @@ def _is_quicker(sum_: torch.Tensor) -> bool:
     numel = numel if isinstance(numel, int) else numel.node.hint or 0
     if sum_.dtype not in (torch.float32, torch.bfloat16, torch.float16) or sum_.ndim < 1:
         return False
-    few = sum_.device.type == "cuda" and 2 * numel * sum_.element_size() <= MOST_BYTES
+    few = not on_cpu(sum_) and 2 * numel * sum_.element_size() <= MOST_BYTES
     return sum_.shape[-1] <= WIDEST and (engine == "triton" or (engine == "auto" and few))
 
 
