@@ -221,9 +221,13 @@ def _pull(
 ) -> Running:
     ranks = step.source.place.ranks
     with exchange(
-        group, step.room, "redistribute", local.device, channel=channel or "exchange",
+        group,
+        step.room,
+        "redistribute",
+        local.device,
+        channel=channel or "exchange",
         told=step.told,
-    ) as ex:  # fmt: skip
+    ) as ex:
         if channel or group.ranks[group.rank] in step.senders:
             published = ex.local(tuple(local.shape), local.dtype).copy_(local)
             # A deferred result must not see what is written to `local` in the meantime.
@@ -268,9 +272,14 @@ def _pull_by_kernel(
     if (table := step.tables.get(key)) is None:
         boxes = [_box(step, piece, group) for piece in pieces]
         table = step.tables[key] = pull_boxes.table_of(
-            boxes, group.rank, local.dtype, local.device,
-            op=step.reduce_op, divisor=step.scale, align=align,
-        )  # fmt: skip
+            boxes,
+            group.rank,
+            local.dtype,
+            local.device,
+            op=step.reduce_op,
+            divisor=step.scale,
+            align=align,
+        )
     ws = workspace(group, step.room, channel="pull", device=local.device)
     publish = group.ranks[group.rank] in step.senders
     with ws.call("redistribute", step.told):

@@ -279,9 +279,14 @@ class ColumnParallelLinear(_ParallelLinear):
                 op = f"{type(self).__name__} with sequence_dim={dim}"
                 check_shards(group, op, x, _SHARDS)
             y = all_gather_matmul(
-                x, weight.t(), group, bias=bias, gather_dim=dim, keep_gathered=self.keep_gathered,
+                x,
+                weight.t(),
+                group,
+                bias=bias,
+                gather_dim=dim,
+                keep_gathered=self.keep_gathered,
                 **scales,
-            )  # fmt: skip
+            )
         elif scales:
             y = _scaled_matmul(x, weight.t(), bias, **scales)
         else:
