@@ -133,8 +133,8 @@ def _rank_main(
             (
                 "line",
                 (
-                    f"{spec.name}: {best.us:.0f} us, heuristic {trials[0].us:.0f} us, of {len(trials)} "
-                    f"launches ({failed} failed): {best.choice}"
+                    f"{spec.name}: {best.us:.0f} us, heuristic {trials[0].us:.0f} us, of "
+                    f"{len(trials)} launches ({failed} failed): {best.choice}"
                 ),
             )
         )
