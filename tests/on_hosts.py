@@ -1,6 +1,7 @@
 """What ranks on real hosts run, under `tests/hosts.sh`: one part, named by the first argument.
 
 layer    a training step of two fused matmuls, beside the flat process group's
+bytes    what the collectives send between hosts, against the least that they could
 lost     all ranks of the last host are killed: the others must say so within the bound
 mlp      TOKENS HIDDEN FFN RUNS: times of two levels and of the flat process group, in turn, forward
          and backward of a ReLU MLP in fp32, and what a host sends in each
@@ -13,6 +14,7 @@ import signal
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -63,6 +65,32 @@ def sent_mib() -> float:
     return int(link.split(":")[1].split()[8]) / 2**20
 
 
+def bytes_sent() -> None:
+    """Of 2 x 2 ranks: x is 4 MiB on each, or in all of them together where it is gathered."""
+    x, quarter = torch.ones(4, 1 << 18), torch.ones(1, 1 << 18)
+    # What a host must send, in MiB: what the other lacks, and its sums of the other's part.
+    calls: dict[str, tuple[float, Callable[[], object]]] = {
+        "all_gather": (2, lambda: weft.collectives.all_gather(quarter, sizes=[1] * 4)),
+        "reduce_scatter": (2, lambda: weft.collectives.reduce_scatter(x)),
+        "all_reduce": (4, lambda: weft.collectives.all_reduce(x)),
+        "all_to_all": (4, lambda: weft.collectives.all_to_all(x)),
+        "broadcast": (4, lambda: weft.collectives.broadcast(x)),
+    }
+    for name, (least, call) in calls.items():
+        sent = []
+        for _ in range(4):
+            dist.barrier()
+            before = sent_mib()
+            dist.barrier()  # or others would have begun
+            call()
+            dist.barrier()
+            sent.append(sent_mib() - before)
+        if dist.get_rank() == 0:  # where broadcast is from
+            print(f"{name}: {min(sent):.2f} MiB, {least} at least", flush=True)
+            # Frames have heads, those who receive answer, and now and then TCP sends again.
+            assert min(sent) < 1.06 * least + 0.1, name
+
+
 def mlp() -> None:
     rank, W = dist.get_rank(), dist.get_world_size()
     tokens, hidden, ffn, runs = map(int, sys.argv[2:])
@@ -94,7 +122,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     print(f"hosts: {resolve(None).hosts}", flush=True)
-    {"layer": layer, "lost": lost, "mlp": mlp}[sys.argv[1]]()
+    {"layer": layer, "lost": lost, "mlp": mlp, "bytes": bytes_sent}[sys.argv[1]]()
     dist.barrier()
     dist.destroy_process_group()
     print("all is well", flush=True)

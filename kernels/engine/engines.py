@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from weft import settings
-from weft.collectives import Group, cost
+from weft.collectives import Group, cost, hosts
 from weft.collectives.prices import hardware, library
 from weft.collectives.prices.hardware import Hardware
 from weft.collectives.protocols import COLLECTIVE_OF, moved_bytes, nccl_us
@@ -161,8 +161,7 @@ def _cheapest(problem: Problem, group: Group, device: torch.device) -> tuple[Run
     supported, reason = is_supported(fused, problem, group, device)
     if not supported:
         if _in_two_levels(problem, group):
-            ranks = " + ".join(str(len(each)) for each in group.hosts)
-            return "hosts", f"{ranks} ranks on {len(group.hosts)} hosts, fused inside each"
+            return "hosts", f"{hosts.described(group)}, fused inside each"
         return "generic", reason
     without = f"; not host: {problem.host_refusal}" if problem.host_refusal else ""
     if group.world_size == 1:
@@ -177,10 +176,9 @@ def _cheapest(problem: Problem, group: Group, device: torch.device) -> tuple[Run
 
 
 def _in_two_levels(problem: Problem, group: Group) -> bool:
-    """Scales of fp8 do not cross. Groups inside of hosts have ascending ranks."""
+    """Scales of fp8 do not cross."""
     fits = not problem.refusal and problem.dtype != torch.float8_e4m3fn
-    ascending = list(group.ranks) == sorted(group.ranks)
-    return bool(group.hosts) and fits and ascending and problem.op in _OVER_HOSTS
+    return fits and problem.op in _OVER_HOSTS and hosts.in_two_levels(group)
 
 
 def _compared(best: RunnableEngine, prices: Mapping[RunnableEngine, Price]) -> str:

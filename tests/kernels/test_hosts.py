@@ -192,6 +192,12 @@ def test_a_layer_on_real_hosts() -> None:
     assert run.stdout.count("hosts: ((0, 1), (2, 3))") == run.stdout.count("all is well") == 4
 
 
+def test_each_byte_crosses_once() -> None:
+    run = on_real_hosts("bytes")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("at least") == 5
+
+
 @pytest.mark.sweep  # half a minute
 def test_a_host_that_is_lost_is_named() -> None:
     run = on_real_hosts("lost")

@@ -36,7 +36,8 @@ LEVELS = {
         cost kernels
         prices
         process_groups
-        hosts movement sizes
+        hosts
+        movement sizes
         collective_ops
         custom_ops
         .
