@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from weft import settings
 from weft.collectives import process_groups
 from weft.collectives.process_groups import COMBINE, ReduceOp, summed_in_fp32
 from weft.collectives.ranks import caches
@@ -42,11 +43,13 @@ def in_two_levels(group: Group) -> bool:
     return bool(group.hosts) and list(group.ranks) == sorted(group.ranks)
 
 
-def pays(op: str, group: Group) -> bool:
-    """Whether a collective goes host by host: in an all_to_all each byte crosses once in any case,
-    which is as quick where no two ranks share a host.
+def pays(op: str, group: Group, device: torch.device) -> bool:
+    """Whether a collective goes host by host. NCCL knows the hosts by itself; in an all_to_all each
+    byte crosses once in any case.
     """
-    return in_two_levels(group) and (op != "all_to_all" or max(map(len, group.hosts)) > 1)
+    if op == "all_to_all" or settings.current_engine() == "generic" or group.on_gpus(device):
+        return False
+    return in_two_levels(group)
 
 
 def described(group: Group) -> str:
@@ -300,29 +303,3 @@ def scatter(
             crossing.give_back(block, total)
     total = crossing.summed(total, torch.float32 if in_fp32 else x.dtype, add)
     return (total.div_(group.world_size) if op == "avg" else total).to(x.dtype)
-
-
-def all_to_all(
-    out: torch.Tensor,
-    x: torch.Tensor,
-    group: Group,
-    sends: Sequence[int],
-    receives: Sequence[int],
-    inside: Callable[..., torch.Tensor],
-) -> None:
-    """What stays in this host goes by its memory while the rest is on its way."""
-    near = here(group)
-    far = [rank for rank in range(group.world_size) if rank not in near]
-    pieces, places = x.split([*sends]), out.split([*receives])
-    leave, come = ([n * (r in far) for r, n in enumerate(each)] for each in (sends, receives))
-    sent = torch.cat([pieces[rank] for rank in far])
-    came = x.new_empty((sum(come), *x.shape[1:]))
-    work = process_groups.exchange_begun(came, sent, come, leave, group)
-    counts = [sends[rank] for rank in near], [receives[rank] for rank in near]
-    with naming(group, "all_to_all"):
-        kept = inside(torch.cat([pieces[rank] for rank in near]), inside_of(group), *counts, True)
-    for ranks, whole in ((near, kept), (far, came)):
-        if whole is came:
-            process_groups.wait(work, group, came, "all_to_all")
-        for rank, part in zip(ranks, whole.split([receives[rank] for rank in ranks]), strict=True):
-            places[rank].copy_(part)

@@ -323,9 +323,6 @@ def _all_to_all_into(
         args = sendable(out), sendable(x), receives, sends
         by_group(dist.all_to_all_single, group, x.is_cuda, *args)
         return
-    if way == "hosts":
-        hosts.all_to_all(out, x, group, sends, receives, all_to_all)
-        return
     if way == "triton":
         with _kernels("all_to_all", group, call, x, nbytes) as (kernels, ws, config):
             kernels.launch_exchange(
@@ -491,7 +488,7 @@ def _way(op: Moved, group: Group, x: torch.Tensor, nbytes: int, call: Call) -> W
     check_all()
     way: Way
     engine = call.where
-    if engine != "generic" and not x.is_cuda and hosts.pays(op, group):
+    if hosts.pays(op, group, x.device):
         way, why = "hosts", hosts.described(group)
     elif group.why:
         way, why = "generic", group.why

@@ -22,6 +22,14 @@ import torch.distributed as dist
 
 import weft
 from weft.collectives import resolve
+from weft.dtensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
 
 
 def step(engine: weft.settings.Engine) -> list[torch.Tensor]:
@@ -68,6 +76,9 @@ def sent_mib() -> float:
 def bytes_sent() -> None:
     """Of 2 x 2 ranks: x is 4 MiB on each, or in all of them together where it is gathered."""
     x, quarter = torch.ones(4, 1 << 18), torch.ones(1, 1 << 18)
+    mesh = init_device_mesh("cpu", (4,))
+    sharded = distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None)
+    terms = DTensor.from_local(x, mesh, [Partial()])
     # What a host must send, in MiB: what the other lacks, and its sums of the other's part.
     calls: dict[str, tuple[float, Callable[[], object]]] = {
         "all_gather": (2, lambda: weft.collectives.all_gather(quarter, sizes=[1] * 4)),
@@ -75,6 +86,9 @@ def bytes_sent() -> None:
         "all_reduce": (4, lambda: weft.collectives.all_reduce(x)),
         "all_to_all": (4, lambda: weft.collectives.all_to_all(x)),
         "broadcast": (4, lambda: weft.collectives.broadcast(x)),
+        "Shard -> Replicate": (2, lambda: sharded.redistribute(placements=[Replicate()])),
+        "Partial -> Shard": (2, lambda: terms.redistribute(placements=[Shard(0)])),
+        "Partial -> Replicate": (4, lambda: terms.redistribute(placements=[Replicate()])),
     }
     for name, (least, call) in calls.items():
         sent = []

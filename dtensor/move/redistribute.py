@@ -8,7 +8,8 @@ A step through symmetric memory is one pull:
 
 Pieces of a `Partial` source are added (max, ...) in rank order, half types in fp32, so that
 replicas are bitwise equal. If no symmetric memory spans the ranks, the pieces of a step travel in
-one all-to-all of a process group. An asynchronous redistribution does 1 and 2 at the call, and 3
+one all-to-all of a process group; over several hosts, a step that is a collective along one mesh
+dim runs as that, in two levels. An asynchronous redistribution does 1 and 2 at the call, and 3
 when the result is first read; until then no rank waits or is waited for.
 """
 
@@ -16,15 +17,23 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Replicate
 
 from weft import settings
-from weft.collectives import exchange, ranks_group, spanning_group, workspace
+from weft.collectives import (
+    exchange,
+    hosts,
+    movement,
+    ranks_group,
+    spanning_group,
+    workspace,
+)
 from weft.collectives.memory.checks import check_call
-from weft.collectives.process_groups import sendable
+from weft.collectives.process_groups import REDUCIBLE, ReduceOp, sendable
 from weft.collectives.profiled import profiled
 from weft.collectives.ranks.bounds import finish
 from weft.collectives.ranks.flight import GENERIC, call_of
@@ -40,6 +49,8 @@ from weft.dtensor.layout.boxes import (
     divide_,
     is_inexact,
     normalize,
+    pieces_of,
+    shard_dim,
 )
 from weft.dtensor.move.collective_plans import collective_plan
 from weft.dtensor.move.custom_ops import layout_name
@@ -197,11 +208,15 @@ def _start(step: Step, local: torch.Tensor, channel: str = "") -> Running:
     group = None if step.is_local else _group_of(step)
     if group is not None and group.backend is None and step.mesh_dim is not None:
         group = resolve(step.source.mesh.get_group(step.mesh_dim))
+    in_two_levels = None if group is None or channel else _as_collective(step, local, group)
     if settings.tracing():
-        engine = "local" if group is None else "pull" if group.backend else "generic"
+        apart = "hosts" if in_two_levels else "generic"
+        engine = "local" if group is None else "pull" if group.backend else apart
         settings.record("redistribute", engine, str(step), collective=step.collective)
     if group is None:
         return _keep_own(step, local, pieces)
+    if in_two_levels is not None:
+        return in_two_levels
     if group.backend is None:
         return _all_to_all(step, local, pieces, group, bool(channel))
     if not channel and _has_kernel(step, local, group):
@@ -245,6 +260,37 @@ def _pull(
                 of_holder[holder] = ex.peer(peer, step.source.shape_at(holder), local.dtype)
         blocks = [[of_holder[h][p.source] for h in p.holders] for p in pieces]
         return ex.result(_combine(step, local, pieces, blocks))
+
+
+def _as_collective(step: Step, local: torch.Tensor, group: Group) -> Running | None:
+    """The step in two levels over several hosts; None if it is not one of their collectives."""
+    dim, source, target = step.mesh_dim, step.source, step.target
+    if dim is None or not hosts.pays(step.collective, group, local.device):
+        return None
+    old, new = source.placements[dim], target.placements[dim]
+    op, cut = getattr(old, "reduce_op", None), max(shard_dim(old), shard_dim(new))
+    adds = op in get_args(ReduceOp) and local.dtype in REDUCIBLE
+    adds &= op != "avg" or is_inexact(local.dtype)
+    moves = adds if op else isinstance(new, Replicate)  # from one cut to another by an all-to-all
+    if not moves or not source.place.ascends[dim] or pieces_of(old) * pieces_of(new) > 1:
+        return None
+
+    def running() -> Running:
+        yield
+        if cut < 0:
+            return movement.all_reduce(local, group, op)
+        here, layout = list(source.coordinate), target if op else source
+        sizes = []
+        for here[dim] in range(group.world_size):
+            sizes.append(layout.shape_at(source.place.index_of[tuple(here)])[cut])
+        front = local.movedim(cut, 0)
+        if op:
+            moved = movement.scatter(front, group, sizes, op, dim=cut)
+        else:
+            moved = movement.gather(front, group, sizes, dim=cut)
+        return moved.movedim(0, cut).contiguous()
+
+    return running()
 
 
 def _has_kernel(step: Step, local: torch.Tensor, group: Group) -> bool:
