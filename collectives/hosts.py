@@ -32,40 +32,20 @@ from weft.collectives.process_groups import COMBINE, ReduceOp, summed_in_fp32
 from weft.collectives.ranks import caches
 from weft.collectives.ranks.bounds import Presence
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
-from weft.collectives.ranks.group import Group, kept_by_group, ranks_group
+from weft.collectives.ranks.group import Group, kept_by_group
+from weft.collectives.topology import here, in_two_levels, inside_of
 from weft.errors import PeerTimeout
 
 _PART_BYTES, _MOST_PARTS = 1 << 20, 8
 
 
-def in_two_levels(group: Group) -> bool:
-    """Whether its calls can go host by host: groups inside of hosts have ascending ranks."""
-    return bool(group.hosts) and list(group.ranks) == sorted(group.ranks)
+def offered(op: str, group: Group, device: torch.device) -> bool:
+    """Whether a collective can go host by host.
 
-
-def pays(op: str, group: Group, device: torch.device) -> bool:
-    """Whether a collective goes host by host. NCCL knows the hosts by itself; in an all_to_all each
-    byte crosses once in any case.
+    NCCL knows the hosts by itself; in an all_to_all each byte crosses once in any case.
     """
-    if op == "all_to_all" or settings.current_engine() == "generic" or group.on_gpus(device):
-        return False
-    return in_two_levels(group)
-
-
-def described(group: Group) -> str:
-    """Its hosts, as in "2 + 1 ranks on 2 hosts"."""
-    ranks = " + ".join(str(len(each)) for each in group.hosts)
-    return f"{ranks} ranks on {len(group.hosts)} hosts"
-
-
-def here(group: Group) -> tuple[int, ...]:
-    """The ranks of this rank's host, by their numbers in the group."""
-    return next(ranks for ranks in group.hosts if group.rank in ranks)
-
-
-def inside_of(group: Group) -> Group:
-    """The ranks of this host. Collective over them the first time."""
-    return ranks_group(tuple(group.ranks[rank] for rank in here(group)))
+    possible = in_two_levels(group) and op != "all_to_all" and not group.on_gpus(device)
+    return possible and settings.current_engine() != "generic"
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from weft.collectives import hosts, process_groups
 from weft.collectives.memory import direct
 from weft.collectives.memory.exchange import Exchange, agree, exchange
 from weft.collectives.memory.workspace import workspace
+from weft.collectives.prices import between_hosts
 from weft.collectives.prices.hardware import fabric_of
 from weft.collectives.process_groups import (
     COMBINE,
@@ -488,8 +489,9 @@ def _way(op: Moved, group: Group, x: torch.Tensor, nbytes: int, call: Call) -> W
     check_all()
     way: Way
     engine = call.where
-    if hosts.pays(op, group, x.device):
-        way, why = "hosts", hosts.described(group)
+    if hosts.offered(op, group, x.device):
+        whole = nbytes * group.world_size if op in ("all_gather", "reduce_scatter") else nbytes
+        way, why = between_hosts.choice(op, group, x.device, whole)
     elif group.why:
         way, why = "generic", group.why
     elif engine == "generic":

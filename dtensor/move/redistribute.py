@@ -16,6 +16,7 @@ when the result is first read; until then no rank waits or is waited for.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, get_args
 
@@ -33,6 +34,7 @@ from weft.collectives import (
     workspace,
 )
 from weft.collectives.memory.checks import check_call
+from weft.collectives.prices import between_hosts
 from weft.collectives.process_groups import REDUCIBLE, ReduceOp, sendable
 from weft.collectives.profiled import profiled
 from weft.collectives.ranks.bounds import finish
@@ -265,25 +267,29 @@ def _pull(
 def _as_collective(step: Step, local: torch.Tensor, group: Group) -> Running | None:
     """The step in two levels over several hosts; None if it is not one of their collectives."""
     dim, source, target = step.mesh_dim, step.source, step.target
-    if dim is None or not hosts.pays(step.collective, group, local.device):
+    if dim is None or not hosts.offered(step.collective, group, local.device):
         return None
     old, new = source.placements[dim], target.placements[dim]
     op, cut = getattr(old, "reduce_op", None), max(shard_dim(old), shard_dim(new))
     adds = op in get_args(ReduceOp) and local.dtype in REDUCIBLE
     adds &= op != "avg" or is_inexact(local.dtype)
     moves = adds if op else isinstance(new, Replicate)  # from one cut to another by an all-to-all
-    if not moves or not source.place.ascends[dim] or pieces_of(old) * pieces_of(new) > 1:
+    if not moves or pieces_of(old) * pieces_of(new) > 1 or not source.place.ascends[dim]:
+        return None
+    here, layout = list(source.coordinate), target if op else source
+    shapes = []
+    for here[dim] in range(group.world_size):
+        shapes.append(layout.shape_at(source.place.index_of[tuple(here)]))
+    nbytes = max(map(math.prod, shapes)) * local.element_size()
+    nbytes *= group.world_size if cut >= 0 else 1
+    if between_hosts.choice(step.collective, group, local.device, nbytes)[0] != "hosts":
         return None
 
     def running() -> Running:
         yield
         if cut < 0:
             return movement.all_reduce(local, group, op)
-        here, layout = list(source.coordinate), target if op else source
-        sizes = []
-        for here[dim] in range(group.world_size):
-            sizes.append(layout.shape_at(source.place.index_of[tuple(here)])[cut])
-        front = local.movedim(cut, 0)
+        front, sizes = local.movedim(cut, 0), [shape[cut] for shape in shapes]
         if op:
             moved = movement.scatter(front, group, sizes, op, dim=cut)
         else:

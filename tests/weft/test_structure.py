@@ -31,6 +31,7 @@ BELOW = {
 LEVELS = {
     "collectives": """
         ranks profiled protocols
+        topology
         device
         memory
         cost kernels
