@@ -1,8 +1,9 @@
 """`weft doctor`: what this machine has, how weft can use it, and what is missing.
 
 The exit status is 0 if fused ops can run on two or more ranks of this machine, through symmetric
-memory and with right results; 1 if they cannot. With --flight it tells instead what the ranks of
-a run have called last; 2 if that cannot be read.
+memory and with right results; 1 if they cannot. Started by torchrun, it looks at all ranks of that
+run instead: their hosts, what differs between them, and the network. With --flight it tells what
+the ranks of a run have called last; 2 if that cannot be read.
 """
 
 from __future__ import annotations
@@ -67,13 +68,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.flight is not None:
         return _flight(args.flight)
+    from weft.bench.commands import across
+
+    rank, found = 0, list[tuple[str, list[Finding]]]()
+    if across.in_a_run():
+        rank, found = across.sections()
+        found = [("versions", _versions()), ("settings", _settings()), *found]
+    else:
+        found = sections(args.ranks)
     bad, lacking = 0, False
-    for title, findings in sections(args.ranks):
+    for title, findings in found if rank == 0 else []:
         print(title)
         for finding in findings:
             print(f"  {finding}")
             bad += finding.mark == "!!"
             lacking |= finding.what == _DRAWN and finding.mark == "--"
+    if rank > 0:
+        return 0
     print()
     if bad:
         print(f"{bad} in the way: weft's fused ops cannot be relied on here until then")
@@ -255,6 +266,10 @@ def _trial(ranks: int) -> list[Finding]:
 
 
 def _try(rank: int, progress: Callable[[Any], None], kind: str) -> list[Finding]:
+    return tried(rank, kind)
+
+
+def tried(rank: int, kind: str) -> list[Finding]:
     """On each rank: the symmetric memory, the rates, each engine of each op."""
     import torch
 
@@ -267,7 +282,9 @@ def _try(rank: int, progress: Callable[[Any], None], kind: str) -> list[Finding]
         device = torch.device(kind, torch.cuda.current_device())
     group = resolve(None)
     findings: list[Finding] = []
-    if group.why:
+    if group.hosts:
+        findings.append(Finding("ok", "symmetric memory", "inside each host"))
+    elif group.why:
         cure = "fused engines need it; ranks fall back to the process group"
         findings.append(Finding("!!", "symmetric memory", group.why, cure))
     else:
@@ -281,7 +298,8 @@ def _try(rank: int, progress: Callable[[Any], None], kind: str) -> list[Finding]
         else _rates(group, device)
     )
     torch.manual_seed(0)
-    x, w = torch.randn(8, 16, device=device), torch.randn(16, 8, device=device)
+    rows = max(8, group.world_size)
+    x, w = torch.randn(rows, 16, device=device), torch.randn(16, 8, device=device)
     y = x @ w
     expected: dict[Any, torch.Tensor] = {
         weft.all_gather_matmul: torch.cat([y] * group.world_size),

@@ -25,8 +25,8 @@ from needs import needs_interpreter
 from test_matmul_ops import random_cases, run_cases, tensor
 
 import weft
+from weft.collectives import cost, resolve
 from weft.collectives import hosts as crossings
-from weft.collectives import resolve
 from weft.collectives.hosts import Crossing
 from weft.collectives.ranks.group import Process
 from weft.kernels.engine import engines
@@ -35,12 +35,24 @@ from weft.kernels.engine import engines
 LAYOUTS = ["AABB", "ABBB", "ABAB", "BABA", "ABC"]
 
 
+# By which the engines of one host pay, and two levels over several.
+QUICK = cost.Machine(
+    {"torch.float32": 1e5}, 1e4, 5.0, 1e2, 1e3, between=[[1e3] * 4] * 4, between_us=10.0
+)
+
+
 @contextmanager
-def on_hosts(layout: str) -> Iterator[None]:
-    """This rank is on host `layout[rank]`, inside the block."""
+def on_hosts(layout: str, rates: cost.Machine | None = QUICK) -> Iterator[None]:
+    """This rank is on host `layout[rank]`, inside the block; `rates` of None are measured."""
     here = Process.here()
+    name = layout[dist.get_rank()]
+    elsewhere = replace(here, host=name, node=f"host {name}")
     weft.close()
-    with patch.object(Process, "here", lambda: replace(here, host=layout[dist.get_rank()])):
+    measured = cost.machine
+    with (
+        patch.object(Process, "here", lambda: elsewhere),
+        patch.object(cost, "machine", lambda *of: rates or measured(*of)),
+    ):
         yield
         weft.close()
 
@@ -191,6 +203,12 @@ def test_a_layer_on_real_hosts() -> None:
     run = on_real_hosts("layer")
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("hosts: ((0, 1), (2, 3))") == run.stdout.count("all is well") == 4
+
+
+def test_each_byte_crosses_once() -> None:
+    run = on_real_hosts("bytes")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("at least") == 8
 
 
 @pytest.mark.sweep  # half a minute

@@ -31,12 +31,14 @@ BELOW = {
 LEVELS = {
     "collectives": """
         ranks profiled protocols
+        topology
         device
         memory
         cost kernels
         prices
         process_groups
-        hosts movement sizes
+        hosts
+        movement sizes
         collective_ops
         custom_ops
         .
