@@ -28,7 +28,7 @@ from weft.kernels.device import summed_tiles
 from weft.kernels.device.partial_sums import wire_of
 from weft.kernels.engine.chips import INTERPRETER
 from weft.kernels.engine.fp8 import magnitudes, quantized
-from weft.kernels.experts import expert_launch
+from weft.kernels.expert_kernels import combine_launch, dispatch_launch
 from weft.kernels.flash import decode_kernel, ring_grad_kernel, ring_kernel
 from weft.kernels.flash.geometry import Geometry, Visibility
 from weft.kernels.heads import heads_grad_kernel, heads_kernel
@@ -60,7 +60,8 @@ class Modules:
     heads_backward: Any = heads_grad_kernel
     decode: Any = decode_kernel
     norm: Any = rms_norm_launch
-    experts: Any = expert_launch
+    dispatching: Any = dispatch_launch
+    combining: Any = combine_launch
 
 
 OURS = Modules()
@@ -489,7 +490,7 @@ def dispatched(
     table, own = told.table(rank), told.own(rank)
     xs = [matrix(t, K, r) for r, t in enumerate(told.tokens)]
     w = torch.stack([matrix(K, N, 50 + e) for e in own])
-    config = ours.experts.dispatch_config(16, N, torch.float32, W, INTERPRETER)
+    config = ours.dispatching.dispatch_config(16, N, torch.float32, W, INTERPRETER)
     config = replace(config, copy_programs=2, programs=4, chunk_rows=2, copy_m=2)
     if direct:
         config = replace(config, copy_programs=0)
@@ -502,7 +503,7 @@ def dispatched(
         numbers = [
             torch.arange(2.0 * t).view(t, 2) + 100 * r + call for r, t in enumerate(told.tokens)
         ]
-        made = ours.experts.launch_dispatch(
+        made = ours.dispatching.launch_dispatch(
             xs[rank] * 2**call,
             [w],
             ws,
@@ -541,7 +542,7 @@ def combined(rank: int, ours: Modules = OURS) -> None:
             slot = int(table.slots[p])
             want[slot // 2] += gates.flatten()[slot] * (hs[r][p] @ w[told.own(r)[of[p]]])
     for call in range(CALLS):
-        y = ours.experts.launch_combine(
+        y = ours.combining.launch_combine(
             [hs[rank] * (call + 1)],
             [w[2 * rank : 2 * rank + 2]],
             ws,

@@ -24,7 +24,7 @@ from sim_faults import (
 from weft.collectives import movement
 from weft.collectives.kernels import kernel_collectives, pieces, pull
 from weft.collectives.memory import direct
-from weft.kernels.experts import combine_kernel, dispatch_kernel, pulled_rows
+from weft.kernels.expert_kernels import combine_kernel, dispatch_kernel, pulled_rows
 from weft.kernels.flash import decode_kernel, ring_dkv, ring_keys
 from weft.kernels.heads import head_dkv, heads_kernel
 from weft.kernels.matmul import copy_engines

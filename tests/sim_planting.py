@@ -44,7 +44,7 @@ from weft.kernels.device import (
     summed_tiles,
     tiles,
 )
-from weft.kernels.experts import combine_kernel, dispatch_kernel, expert_tiles, pulled_rows
+from weft.kernels.expert_kernels import combine_kernel, dispatch_kernel, expert_tiles, pulled_rows
 from weft.kernels.flash import (
     grad_tiles,
     ring_call,

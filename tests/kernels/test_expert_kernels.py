@@ -20,7 +20,7 @@ from torch.nn import functional
 from weft import sim
 from weft.collectives import workspace
 from weft.kernels.engine.chips import INTERPRETER
-from weft.kernels.experts import combine_kernel, contract_grouped_kernel, expert_launch
+from weft.kernels.expert_kernels import combine_launch, contract_grouped_kernel, dispatch_launch
 
 pytestmark = needs_interpreter
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -106,7 +106,7 @@ def dispatching(count: int) -> None:
         ]
         weights = [laid_out(w[experts.start : experts.stop], index // 2) for w in whole]
         table, spare = told.table(rank, 3 * (index % 2)), 3 * (index % 2)
-        config = expert_launch.dispatch_config(
+        config = dispatch_launch.dispatch_config(
             16, N, dtype, W, INTERPRETER, pair=activation == "swiglu"
         )
         if index % 5 == 4:
@@ -116,7 +116,7 @@ def dispatching(count: int) -> None:
         config = replace(config, descriptors=index // 2 % 2 == 1)
         late(index, rank, W)
         quantize = index % 3 == 0 and config.copy_programs > 0
-        made = expert_launch.launch_dispatch(
+        made = dispatch_launch.launch_dispatch(
             xs[rank],
             weights,
             ws,
@@ -196,12 +196,12 @@ def combining(count: int) -> None:
         # Padding has weights that must not count.
         gates = [normal(t, told.k, seed=50 + r) for r, t in enumerate(told.tokens)]
         gate = gates[rank].masked_fill(told.ids[rank] < 0, float("nan"))
-        config = combine_kernel.combine_config(16, H, dtype, INTERPRETER)
+        config = combine_launch.combine_config(16, H, dtype, INTERPRETER)
         config = replace(config, programs=1 + index % 3, descriptors=index // 2 % 2 == 1)
         wire = torch.float32 if told.tp > 1 or index % 2 else None
         late(index, rank, W)
         given = [laid_out(w, index // 2) for w in ws_of[rank]] if terms else []
-        y = expert_launch.launch_combine(
+        y = combine_launch.launch_combine(
             [h.T.contiguous().T if index % 4 == 3 else h for h in hs[rank]],
             given,
             ws,

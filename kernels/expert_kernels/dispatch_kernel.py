@@ -50,7 +50,7 @@ from weft.kernels.device.gathered_rows import TileRows
 from weft.kernels.device.outputs import finish_tile
 from weft.kernels.engine.chips import Tiling
 from weft.kernels.engine.epilogues import Activation
-from weft.kernels.experts.expert_tiles import (
+from weft.kernels.expert_kernels.expert_tiles import (
     expert_tile,
     experts_of,
     place_of,
@@ -58,7 +58,7 @@ from weft.kernels.experts.expert_tiles import (
     tiles_of,
     weight_of,
 )
-from weft.kernels.experts.pulled_rows import (
+from weft.kernels.expert_kernels.pulled_rows import (
     PulledRows,
     chunk_of,
     fetch_rows,

@@ -34,62 +34,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
 from weft.collectives.device import signals
 from weft.kernels.device import tiles
-from weft.kernels.engine.chips import INTERPRETER, Chip, Tiling
-from weft.kernels.experts.expert_tiles import (
+from weft.kernels.engine.chips import Tiling
+from weft.kernels.expert_kernels.expert_tiles import (
     expert_tile,
-    expert_tiling,
     experts_of,
     place_of,
     tiles_of,
     weight_of,
 )
-
-
-@dataclass(frozen=True)
-class CombineConfig:
-    """How the kernels of `combine_kernel` are launched; ranks may differ.
-
-    Attributes:
-        tiling: tiles of the matmul, or of what is pushed without one.
-        programs: grid of both kernels.
-        weigh_t, weigh_h: tokens and columns that are added up at a time.
-        descriptors: whether operands that allow it are read by tensor descriptor.
-    """
-
-    tiling: Tiling
-    programs: int
-    weigh_t: int
-    weigh_h: int
-    descriptors: bool = False
-
-
-def combine_config(
-    rows: int,
-    H: int,
-    dtype: torch.dtype,
-    chip: Chip,
-    *,
-    experts: int = 1,
-    aligned: bool = True,
-) -> CombineConfig:
-    """The launch for `experts` of about `rows` rows each, and H columns.
-
-    Args:
-        aligned: as in `expert_tiling`.
-    """
-    tiling = expert_tiling(chip, rows, H, dtype, experts, aligned)
-    if chip is INTERPRETER:
-        return CombineConfig(tiling, chip.programs, 4, 32)
-    weigh_h = min(triton.next_power_of_2(H), 256 * 16 // dtype.itemsize)
-    weigh_t = max(1, 256 // weigh_h)
-    descriptors = chip.descriptors and dtype != torch.float32
-    return CombineConfig(tiling, chip.programs, weigh_t, weigh_h, descriptors)
 
 
 @dataclass(frozen=True)
