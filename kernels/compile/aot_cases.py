@@ -33,6 +33,7 @@ from weft.kernels.expert_kernels import (
     combine_launch,
     contract_grouped_kernel,
     dispatch_launch,
+    few_tokens_launch,
 )
 from weft.kernels.expert_kernels.expert_tiles import RowTable
 from weft.kernels.flash import decode_kernel, grad_tiles, ring_grad_kernel, ring_kernel
@@ -496,9 +497,21 @@ def _expert_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, Laun
                 numbers=empty(tokens, _TOP_K, dtype=torch.float32) if transposed else None,
             )
         yield case, caught[-1]
+        ids = empty(tokens, _TOP_K, dtype=torch.int32)
+        if tokens <= combine_launch.FEW:
+            with catching(few_tokens_launch) as caught:
+                few_tokens_launch.launch_few_tokens(
+                    empty(tokens, K),
+                    ids,
+                    [w] * (1 + (activation == "swiglu")),
+                    _workspace(),
+                    [tokens] * _W,
+                    [_EXPERTS] * _W,
+                    activation=activation,
+                )
+            yield case, caught[0]
         if activation == "gelu":
             continue
-        ids = empty(tokens, _TOP_K, dtype=torch.int32)
         h, down = empty(R, N), empty(_EXPERTS, K, N).transpose(1, 2)
         pushes = [(case, [h], [down])]
         if case == "experts":  # what a step of training launches besides

@@ -19,7 +19,7 @@ from weft.collectives.memory.workspace import check_room, link_of
 from weft.kernels.device import gathers
 from weft.kernels.device.operands import Matrix, described_rows, matrix
 from weft.kernels.engine.chips import INTERPRETER, Chip, Tiling, chip_of
-from weft.kernels.expert_kernels.combine_kernel import PushVariant, push_kernel, weigh_kernel
+from weft.kernels.expert_kernels.combine_kernel import PushVariant, push_kernel
 from weft.kernels.expert_kernels.expert_tiles import (
     RowTable,
     aligned_sizes,
@@ -29,17 +29,22 @@ from weft.kernels.expert_kernels.expert_tiles import (
     expert_weights,
     lanes_for,
 )
+from weft.kernels.expert_kernels.few_tokens import push_and_weigh_kernel
+from weft.kernels.expert_kernels.weigh_kernel import WeighVariant, weigh_kernel
+
+FEW = 256  # tokens a rank, of which one launch each way does all
 
 
 @dataclass(frozen=True)
 class CombineConfig:
-    """How the kernels of `combine_kernel` are launched; ranks may differ.
+    """How the kernels of `combine_kernel` are launched; ranks may differ but in one launch.
 
     Attributes:
         tiling: tiles of the matmul, or of what is pushed without one.
-        programs: grid of both kernels.
+        programs: grid of the kernels.
         weigh_t, weigh_h: tokens and columns that are added up at a time.
         descriptors: whether operands that allow it are read by tensor descriptor.
+        weighers: how many of the programs add up what the others push; 0: another launch does.
     """
 
     tiling: Tiling
@@ -47,6 +52,7 @@ class CombineConfig:
     weigh_t: int
     weigh_h: int
     descriptors: bool = False
+    weighers: int = 0
 
 
 def combine_config(
@@ -57,19 +63,23 @@ def combine_config(
     *,
     experts: int = 1,
     aligned: bool = True,
+    tokens: int = FEW + 1,
 ) -> CombineConfig:
     """The launch for `experts` of about `rows` rows each, and H columns.
 
     Args:
         aligned: as in `expert_tiling`.
+        tokens: the most that a rank has: of few, one launch does all.
     """
     tiling = expert_tiling(chip, rows, H, dtype, experts, aligned)
+    programs = max(2, chip.programs)
+    weighers = max(1, programs // 4) if tokens <= FEW else 0
     if chip is INTERPRETER:
-        return CombineConfig(tiling, chip.programs, 4, 32)
+        return CombineConfig(tiling, programs, 4, 32, weighers=weighers)
     weigh_h = min(triton.next_power_of_2(H), 256 * 16 // dtype.itemsize)
     weigh_t = max(1, 256 // weigh_h)
     descriptors = chip.descriptors and dtype != torch.float32
-    return CombineConfig(tiling, chip.programs, weigh_t, weigh_h, descriptors)
+    return CombineConfig(tiling, programs, weigh_t, weigh_h, descriptors, weighers)
 
 
 def _pitch(H: int) -> int:
@@ -125,7 +135,9 @@ def launch_combine(
         expected = max(1, len(table.rows) * parts // (W * max(1, E)))
         aligned = aligned_sizes(H, *(x.shape[1] for x in hs if weights))
         chip = chip_of(h.device)
-        config = combine_config(expected, H, h.dtype, chip, experts=E, aligned=aligned)
+        config = combine_config(
+            expected, H, h.dtype, chip, experts=E, aligned=aligned, tokens=max(tokens)
+        )
     needed = combine_bytes(max(tokens), k * parts, H, wire)
     check_room(ws, needed, "combine_bytes(max(tokens), k * parts, H, wire_dtype)")
     tiling, pitch, wired = config.tiling, _pitch(H), getattr(tl, str(wire).removeprefix("torch."))
@@ -133,7 +145,9 @@ def launch_combine(
     h_descs = [described_rows(x, x, tiling, descs[0] is not None)[1] for x in hs[:2]]
     if None in h_descs or len(hs) > 2:
         h_descs = [None, None]
-    launching(push_kernel, config.programs)(
+    y = h.new_empty(T, H, dtype=out_dtype)
+    gates = Matrix(None, 0, 0) if topk_weights is None else matrix(topk_weights)
+    push = (
         tuple(map(matrix, hs)),
         *[*h_descs, None][:2],
         tuple(map(expert_weights, weights)),
@@ -147,22 +161,28 @@ def launch_combine(
         ws.rank % parts,
         pitch,
         ws.rank,
-        V=PushVariant(
-            terms=len(weights),
-            wire=wired,
-            tiles=tiling,
-            world_size=W,
-            lanes=lanes_for(E),
-            even_k=all(x.shape[1] % tiling.block_k == 0 for x in hs),
-            w_transposed=w_transposed,
-        ),
-        **tiling.options,
     )
-    y = h.new_empty(T, H, dtype=out_dtype)
+    V = PushVariant(
+        terms=len(weights),
+        wire=wired,
+        tiles=tiling,
+        world_size=W,
+        lanes=lanes_for(E),
+        even_k=all(x.shape[1] % tiling.block_k == 0 for x in hs),
+        w_transposed=w_transposed,
+    )
+    weigh = WeighVariant(k, parts, config.weigh_t, config.weigh_h)
+    if config.weighers:
+        pushers = config.programs - config.weighers
+        launching(push_and_weigh_kernel, config.programs)(
+            *push, y, topk_ids, gates, T, experts, V=V, W=weigh, PUSHERS=pushers, **tiling.options
+        )
+        return y
+    launching(push_kernel, config.programs)(*push, V=V, **tiling.options)
     launching(weigh_kernel, config.programs)(
         y,
         topk_ids,
-        Matrix(None, 0, 0) if topk_weights is None else matrix(topk_weights),
+        gates,
         link_of(ws),
         T,
         H,
@@ -171,10 +191,7 @@ def launch_combine(
         ws.rank,
         WIRE=wired,
         WORLD_SIZE=W,
-        TOP_K=k,
-        PARTS=parts,
-        BLOCK_T=config.weigh_t,
-        BLOCK_H=config.weigh_h,
+        W=weigh,
         num_warps=8,
     )
     return y

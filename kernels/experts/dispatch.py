@@ -38,7 +38,14 @@ from weft.kernels.engine.fp8 import FP8, Quantize, check_quantize
 from weft.kernels.engine.local_matmul import on_cpu
 from weft.kernels.experts.calls import DispatchCall, DispatchMade, engine_module
 from weft.kernels.experts.grouped import grouped_matmul
-from weft.kernels.experts.routing import Routing, check_tokens, routed
+from weft.kernels.experts.routing import (
+    Roster,
+    Routing,
+    check_tokens,
+    rostered,
+    routed,
+    routing_of,
+)
 from weft.kernels.experts.rows import to_experts
 
 if TYPE_CHECKING:
@@ -115,7 +122,7 @@ def dispatch_grouped_matmul(
         activation: as in `all_gather_matmul`; "swiglu" takes w as the pair (gate, up).
         tensor_parallel_size: on how many consecutive ranks each expert is: w holds a part of its N.
         keep_gathered: keep the rows, k times the tokens, for the gradient of w. False: pull them
-            again in backward.
+            again in backward. Not heeded for up to 256 tokens a rank on a GPU.
         quantize: "fp8": rows travel as torch.float8_e4m3fn, with an fp32 scale each, and are
             rounded so: by at most 1/16 of a number, or 2**-18.8 of the largest of its row.
         capacity: see `route`.
@@ -142,13 +149,14 @@ def dispatch_grouped_matmul(
     epilogues.check_activation(activation, weights)
     check_quantize(quantize)
     _check(x, weights)
-    tp = tensor_parallel_size
+    tp, traced, made = tensor_parallel_size, is_call_traced(x), None
+    routing: Roster | Routing
     if isinstance(topk_ids, Routing):
         routing = topk_ids
         _check_given(routing, group, tp, capacity, sizes)
     else:
         check_tokens(topk_ids, x)
-        if not is_call_traced(x):
+        if not traced:
             group, k = resolve(group), topk_ids.shape[1]
             told = (
                 x.dtype,
@@ -158,14 +166,22 @@ def dispatch_grouped_matmul(
                 ("quantize", quantize),
             )
             check_call(group, lambda: call_of("dispatch_grouped_matmul", told).text.decode())
-        routing = routed(topk_ids, len(weights[0]), group, tp, capacity, sizes)
-    if is_call_traced(x):  # see `custom_ops`
+        find = routed if traced else rostered
+        routing = find(topk_ids, len(weights[0]), group, tp, capacity, sizes)
+    if traced and isinstance(routing, Routing):  # see `custom_ops`
         zs = traced_dispatch(x, weights, routing, keep_gathered, quantize)
         hs = epilogues.activate(zs, activation)
         return hs[0] if isinstance(w, torch.Tensor) or activation == "swiglu" else hs, routing
-    routing = check_routing(routing, x, weights[0])
+    if isinstance(routing, Routing):
+        routing = check_routing(routing, x, weights[0])
     engine = engine_of("dispatch_grouped_matmul", x, weights, routing, quantize)
-    call = DispatchCall(routing, engine, activation, keep_gathered, quantize)
+    if isinstance(routing, Roster):
+        if engine == "triton" and capacity is None and quantize is None:
+            from weft.kernels.experts import launched
+
+            made = launched.dispatch_few(routing, x, weights, activation)
+        routing = made[0] if made else routing_of(routing, capacity)
+    call = DispatchCall(routing, engine, activation, keep_gathered, quantize, made and made[1])
     if engine == "generic":
         hs = generic_dispatch(call, x, weights)
     else:
@@ -252,7 +268,7 @@ def engine_of(
     op: str,
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
-    routing: Routing,
+    routing: Roster | Routing,
     quantize: Quantize | None = None,
 ) -> RunnableEngine:
     """The one asked for, or the cheapest for rows like x by `weights`; the same on every rank."""
@@ -285,10 +301,11 @@ class Dispatch(torch.autograd.Function):
         ctx: Any, call: DispatchCall, x: torch.Tensor, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         keep = call.keep and any(ctx.needs_input_grad[2:])
-        made: DispatchMade = engine_module(call.engine).dispatch_forward(
+        made: DispatchMade = call.made or engine_module(call.engine).dispatch_forward(
             call, x, weights, keep, any(ctx.needs_input_grad)
         )
-        ctx.call, ctx.kept = call, made.rows is not None
+        # Not with results, which refer to ctx.
+        ctx.call, ctx.kept = call._replace(made=None), made.rows is not None
         ctx.save_for_backward(x, *weights, *([made.rows] if ctx.kept else []), *made.kept)
         return tuple(made.hs)
 

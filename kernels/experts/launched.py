@@ -11,12 +11,14 @@ from weft.collectives.device.launches import layouts_of
 from weft.kernels.engine import epilogues
 from weft.kernels.engine.epilogues import Activation
 from weft.kernels.engine.fp8 import FP8
-from weft.kernels.expert_kernels.combine_launch import combine_bytes, launch_combine
+from weft.kernels.engine.local_matmul import on_cpu
+from weft.kernels.expert_kernels.combine_launch import FEW, combine_bytes, launch_combine
 from weft.kernels.expert_kernels.contract_grouped_kernel import launch_contract_grouped
 from weft.kernels.expert_kernels.dispatch_launch import Dispatched, dispatch_bytes, launch_dispatch
 from weft.kernels.expert_kernels.expert_tiles import RowTable
+from weft.kernels.expert_kernels.few_tokens_launch import few_bytes, launch_few_tokens
 from weft.kernels.experts.calls import CombineCall, DispatchCall, DispatchMade
-from weft.kernels.experts.routing import Routing
+from weft.kernels.experts.routing import Roster, Routing
 
 
 def _table_of(routing: Routing) -> RowTable:
@@ -70,6 +72,48 @@ def dispatched(
     count = 1 if activation == "swiglu" else len(weights)
     sums = made[count : count + len(weights)] if keep_sums else []
     return Dispatched(rows, None if numbers is None else made[-1], made[:count], sums)
+
+
+def dispatch_few(
+    roster: Roster,
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    activation: Activation | None,
+) -> tuple[Routing, DispatchMade] | None:
+    """`launch_few_tokens` as a call, and the routing that it finds; None of more tokens."""
+    group, tp, ids, tokens, experts = roster
+    if max(tokens) > FEW:
+        return None
+    k, K, W, op = roster.top_k, x.shape[1], group.world_size, "dispatch_grouped_matmul"
+    nbytes, _ = few_bytes(max(tokens), k, K, x.dtype, W)
+    ws = workspace(group, nbytes, channel="gather", device=x.device)
+    grads = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights))
+    keep_sums = grads and epilogues.keeps_sums(activation)
+
+    def launched() -> list[torch.Tensor]:
+        made = launch_few_tokens(
+            x,
+            ids,
+            weights,
+            ws,
+            tokens,
+            experts,
+            activation=activation,
+            keep_sums=keep_sums,
+            tensor_parallel_size=tp,
+        )
+        return [made.counts, made.load, *made.table, *made.ys, *made.sums]
+
+    operands = [x, ids, *weights]
+    key = f"{op}, few", *tokens, *experts, tp, activation, keep_sums, layouts_of(operands)
+    with torch.no_grad(), ws.call(op, (x.dtype, ("K", K), ("k", k), ("few", True))):
+        counts, load, ends, *by_row = ws.repeat(key, operands, launched)
+    if on_cpu(ids):  # where the host knows how many have come
+        by_row = [each[: int(ends[-1]) if len(ends) else 0] for each in by_row]
+    ranks, rows, slots, *made = by_row
+    routing = Routing(group, tp, ids, tokens, experts, counts, ends, ranks, rows, slots, load)
+    ys, sums = (made[: -len(weights)], made[-len(weights) :]) if keep_sums else (made, [])
+    return routing, DispatchMade(ys, None, sums or (ys if activation else []))
 
 
 def combined(
