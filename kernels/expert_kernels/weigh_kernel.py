@@ -45,6 +45,7 @@ def weigh(
 ):
     """Add up every `programs`-th block of y from number `program` on, of slots that are there."""
     TOP_K: tl.constexpr = W.top_k
+    PARTS: tl.constexpr = W.parts
     BLOCK_T: tl.constexpr = W.block_t
     BLOCK_H: tl.constexpr = W.block_h
     half = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, WIRE)
@@ -58,8 +59,8 @@ def weigh(
             used = (ids >= 0) & (ids < experts)
             inside = used[:, None] & (columns < H)[None, :]
             slot = tiles.zeros(BLOCK_T, BLOCK_H)
-            for part in tl.static_range(W.parts):
-                rows = half + ((tokens * TOP_K + j) * W.parts + part) * pitch
+            for part in tl.static_range(PARTS):
+                rows = half + ((tokens * TOP_K + j) * PARTS + part) * pitch
                 ptrs = rows[:, None] + columns[None, :]
                 slot += tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
             if weights.ptr is not None:
