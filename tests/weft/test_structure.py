@@ -46,8 +46,8 @@ LEVELS = {
     "kernels": """
         engine
         device norm
-        experts flash matmul
-        heads
+        expert_kernels flash matmul
+        experts heads
         attention custom_ops layers
         compile graphs
         .
