@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -270,7 +270,8 @@ def _as_collective(step: Step, local: torch.Tensor, group: Group) -> Running | N
     if dim is None or not hosts.offered(step.collective, group, local.device):
         return None
     old, new = source.placements[dim], target.placements[dim]
-    op, cut = getattr(old, "reduce_op", None), max(shard_dim(old), shard_dim(new))
+    op: Any = getattr(old, "reduce_op", None)
+    cut = max(shard_dim(old), shard_dim(new))
     adds = op in get_args(ReduceOp) and local.dtype in REDUCIBLE
     adds &= op != "avg" or is_inexact(local.dtype)
     moves = adds if op else isinstance(new, Replicate)  # from one cut to another by an all-to-all
