@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from weft.collectives.topology import here, in_two_levels, inside_of
 from weft.errors import PeerTimeout
 
 _PART_BYTES, _MOST_PARTS = 1 << 20, 8
+Pairs = frozenset[tuple[int, int]]
 
 
 def offered(op: str, group: Group, device: torch.device) -> bool:
@@ -70,6 +72,7 @@ class HostRows:
     """Rows of one host, as the ranks of this host share them among each other.
 
     Attributes:
+        ranks: whose they are.
         rows: where they are among those of the whole group; neighbours are joined.
         sizes: how many of them each rank of this host holds.
         mine: of another host, rows of this rank's shard that cross in the same step.
@@ -77,6 +80,7 @@ class HostRows:
             this rank holds, how many come from each.
     """
 
+    ranks: tuple[int, ...]
     rows: tuple[slice, ...]
     sizes: list[int]
     mine: slice
@@ -100,15 +104,23 @@ class Crossing:
 
     Args:
         rows: of every rank's shard; 0 among them.
-        row_bytes: of what crosses; the same on every rank.
+        row_bytes: of what crosses; the same on every rank. 0: shards cross whole.
         op: the call, for errors.
+        needed: pairs of hosts (from, to) between which anything crosses; None: all.
     """
 
-    def __init__(self, group: Group, rows: Sequence[int], row_bytes: int, op: str) -> None:
+    def __init__(
+        self,
+        group: Group,
+        rows: Sequence[int],
+        row_bytes: int,
+        op: str,
+        needed: Pairs | None = None,
+    ) -> None:
         self._group, self._op = group, op
         self._host = group.hosts.index(here(group))
         parts = max(1, min(-(-max(rows) * row_bytes // _PART_BYTES), _MOST_PARTS))
-        key = group, tuple(rows), parts
+        key = group, tuple(rows), parts, needed
         if (blocks := _blocks.get(key)) is None:
             if len(_blocks) >= _MOST:
                 _blocks.clear()
@@ -123,18 +135,23 @@ class Crossing:
         """The ranks of this host. Collective over them the first time."""
         return inside_of(self._group)
 
-    def fetched(self, x: torch.Tensor) -> Iterator[tuple[HostRows, torch.Tensor]]:
+    def fetched(
+        self, x: torch.Tensor, ahead: int | None = None
+    ) -> Iterator[tuple[HostRows, torch.Tensor]]:
         """This rank's shard x of its own host's rows, then its rows of the others', as they come.
 
-        All of them are on their way from the first one on.
+        Of them `ahead` are on their way at a time, all if None.
         """
-        begun = []
-        for block in self.foreign:
-            sent = x[block.mine].contiguous()
-            begun.append(self._cross(sent, block.comes, block.leaves))
+        crossings = (
+            (block, *self._cross(x[block.mine].contiguous(), block.comes, block.leaves))
+            for block in self.foreign
+        )
+        begun = list(islice(crossings, ahead))
         yield self.own, x
-        for block, (came, work) in zip(self.foreign, begun, strict=True):
+        while begun:
+            block, came, work = begun.pop(0)
             self._wait(work, came)
+            begun += islice(crossings, 1)
             yield block, came
 
     def give_back(self, block: HostRows, terms: torch.Tensor) -> None:
@@ -155,12 +172,14 @@ class Crossing:
         for number, (block, came, work) in enumerate(self._returning):
             self._wait(work, came)
             host = (mine + number % (H - 1) + 1) % H
-            if host not in terms:
+            if len(came) and host not in terms:
                 terms[host] = torch.empty_like(own, dtype=came.dtype)
-            terms[host][block.mine].copy_(came)
+            if len(came):
+                terms[host][block.mine].copy_(came)
         self._returning.clear()
-        total = terms[0].to(dtype, copy=True)
-        for host in range(1, H):
+        first, *others = sorted(terms)
+        total = terms[first].to(dtype, copy=True)
+        for host in others:
             COMBINE[op](total, terms[host], out=total)
         return total
 
@@ -178,41 +197,48 @@ class Crossing:
         process_groups.wait(work, self._group, came, self._op)
 
 
-# By the group, the rows of its ranks, and in how many parts those cross.
-_Key = tuple[Group, tuple[int, ...], int]
+# By the group, the rows of its ranks, in how many parts those cross, and between which hosts.
+_Key = tuple[Group, tuple[int, ...], int, Pairs | None]
 _blocks: dict[_Key, tuple[HostRows, list[HostRows]]] = {}
 _MOST = 1024
 kept_by_group.append(_blocks)
 caches.register(f"{__name__}._blocks", _blocks, _MOST)
 
 
-def _blocks_of(group: Group, rows: tuple[int, ...], parts: int) -> tuple[HostRows, list[HostRows]]:
+def _blocks_of(
+    group: Group, rows: tuple[int, ...], parts: int, needed: Pairs | None
+) -> tuple[HostRows, list[HostRows]]:
     """The blocks of this rank's host, and of the others."""
     hosts, H, ours = group.hosts, len(group.hosts), here(group)
     mine, position, W = hosts.index(ours), ours.index(group.rank), group.world_size
 
-    def lengths(part: int, ranks: Sequence[int]) -> list[int]:
-        bounds = [_bounds(rows[rank], part, parts) for rank in ranks]
-        return [stop - start for start, stop in bounds]
+    def bounds(rank: int, part: int, source: int, target: int) -> tuple[int, int]:
+        crosses = needed is None or (source, target) in needed
+        return _bounds(rows[rank], part, parts) if crosses else (0, 0)
 
-    def block(part: int, source: Sequence[int], target: Sequence[int]) -> HostRows:
-        coming, leaving = lengths(part, source), lengths(part, ours)
+    def lengths(part: int, source: int, target: int) -> list[int]:
+        each = [bounds(rank, part, source, target) for rank in hosts[source]]
+        return [stop - start for start, stop in each]
+
+    def block(part: int, step: int) -> HostRows:
+        source, target = (mine - step) % H, (mine + step) % H
+        coming, leaving = lengths(part, source, mine), lengths(part, mine, target)
         sizes = _shares(coming, len(ours))
-        comes = dict(zip(source, _overlaps(sizes, position, coming), strict=True))
-        to = _shares(leaving, len(target))
-        leaves = dict(zip(target, _overlaps(leaving, position, to), strict=True))
+        comes = dict(zip(hosts[source], _overlaps(sizes, position, coming), strict=True))
+        to = _shares(leaving, len(hosts[target]))
+        leaves = dict(zip(hosts[target], _overlaps(leaving, position, to), strict=True))
         return HostRows(
-            _places(rows, source, part, parts),
+            hosts[source],
+            _places(rows, hosts[source], part, parts),
             sizes,
-            slice(*_bounds(rows[group.rank], part, parts)),
+            slice(*bounds(group.rank, part, mine, target)),
             tuple(leaves.get(rank, 0) for rank in range(W)),
             tuple(comes.get(rank, 0) for rank in range(W)),
         )
 
     sizes = [rows[rank] for rank in ours]
-    own = HostRows(_places(rows, ours, 0, 1), sizes, slice(0), (), ())
-    steps = [(part, step) for part in range(parts) for step in range(1, H)]
-    return own, [block(part, hosts[mine - step], hosts[(mine + step) % H]) for part, step in steps]
+    own = HostRows(ours, _places(rows, ours, 0, 1), sizes, slice(0), (), ())
+    return own, [block(part, step) for part in range(parts) for step in range(1, H)]
 
 
 def _places(rows: Sequence[int], ranks: Sequence[int], part: int, parts: int) -> tuple[slice, ...]:

@@ -79,17 +79,22 @@ def sent_mib() -> float:
 
 def bytes_sent() -> None:
     """Of 2 x 2 ranks: x is 4 MiB on each, or in all of them together where it is gathered."""
-    x, quarter = torch.ones(4, 1 << 18), torch.ones(1, 1 << 18)
+    x, quarter, q = torch.ones(4, 1 << 18), torch.ones(1, 1 << 18), torch.ones(1, 1, 1024, 64)
     mesh = init_device_mesh("cpu", (4,))
     sharded = distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None)
     terms = DTensor.from_local(x, mesh, [Partial()])
-    # What a host must send, in MiB: what the other lacks, and its sums of the other's part.
+    # What a host must send, in MiB: what the other lacks, and its sums of the other's part. The
+    # first one's queries see none of the other's keys.
     calls: dict[str, tuple[float, Callable[[], object]]] = {
         "all_gather": (2, lambda: weft.collectives.all_gather(quarter, sizes=[1] * 4)),
         "reduce_scatter": (2, lambda: weft.collectives.reduce_scatter(x)),
         "all_reduce": (4, lambda: weft.collectives.all_reduce(x)),
         "all_to_all": (4, lambda: weft.collectives.all_to_all(x)),
         "broadcast": (4, lambda: weft.collectives.broadcast(x)),
+        "causal attention": (
+            1,
+            lambda: weft.ring_attention(q, q, q, causal=True, sizes=[1024] * 4),
+        ),
         "Shard -> Replicate": (2, lambda: sharded.redistribute(placements=[Replicate()])),
         "Partial -> Shard": (2, lambda: terms.redistribute(placements=[Shard(0)])),
         "Partial -> Replicate": (4, lambda: terms.redistribute(placements=[Replicate()])),

@@ -34,7 +34,7 @@ from weft.kernels.engine.chips import chip_of
 RunnableEngine = Literal["triton", "host", "generic", "hosts"]
 
 # The ops that run in two levels.
-_OVER_HOSTS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+_OVER_HOSTS = *COLLECTIVE_OF, "ring_attention"
 
 
 @dataclass(frozen=True)
@@ -181,8 +181,9 @@ def _cheapest(problem: Problem, group: Group, device: torch.device) -> tuple[Run
 
 
 def _over_hosts(problem: Problem, group: Group) -> bool:
-    """Scales of fp8 do not cross."""
+    """Scales of fp8 do not cross. Attention is merged as on the host engine."""
     fits = not problem.refusal and problem.dtype != torch.float8_e4m3fn
+    fits &= problem.op != "ring_attention" or not problem.host_refusal
     return fits and problem.op in _OVER_HOSTS and in_two_levels(group)
 
 
@@ -239,13 +240,16 @@ def _in_two_levels(
     problem: Problem, group: Group, device: torch.device, rates: cost.Machine
 ) -> dict[RunnableEngine, Price]:
     """Compared by what moves, which the levels of one call hide of each other at best."""
-    op, size, matmul = COLLECTIVE_OF[problem.op], problem.dtype.itemsize, _matmul(problem, rates)
-    wire = problem.wire_dtype.itemsize if problem.wire_dtype else size
-    sums, (ours, flat) = op != "all_gather", between_hosts.lines(op, group, device)
-    whole, apart = (
-        moved_bytes(problem.op, problem.M, problem.N, problem.K, each if sums else size)
-        for each in (wire, max(size, 4))
-    )
+    op, size = COLLECTIVE_OF.get(problem.op, "all_gather"), problem.dtype.itemsize
+    matmul, sizes = _matmul(problem, rates), (problem.op, problem.M, problem.N, problem.K)
+    if problem.op not in COLLECTIVE_OF:  # gathers keys and values
+        whole = apart = problem.moved_bytes * group.world_size // (group.world_size - 1)
+    elif op == "all_gather":
+        whole = apart = moved_bytes(*sizes, size)
+    else:
+        wire = problem.wire_dtype.itemsize if problem.wire_dtype else size
+        whole, apart = moved_bytes(*sizes, wire), moved_bytes(*sizes, max(size, 4))
+    ours, flat = between_hosts.lines(op, group, device)
     between = Part("between hosts", ours.between * whole, f"{_mib(whole)}, each host's part once")
     inside = Part("inside hosts", ours.inside * whole, f"at {rates.copy / 1e3:.3g} GB/s")
     start = Part("signals", ours.start, f"{rates.between_us:.3g} us of them between hosts")
