@@ -13,11 +13,11 @@
     ulysses_attention         attention/ulysses           heads/heads_kernel, heads_grad_kernel
     flash_decode              attention/decode            flash/decode_kernel
     append_to_cache           attention/decode            flash/decode_kernel
-    dispatch_grouped_matmul   experts/dispatch            dispatch_kernel, contract_grouped_kernel
-    grouped_matmul_combine    experts/combine             combine_kernel
+    dispatch_grouped_matmul   experts/dispatch            expert_kernels/dispatch_kernel
+    grouped_matmul_combine    experts/combine             expert_kernels/combine_kernel
 
 From the bottom up: `engine` (what all ops share on the host), `device` (what matmul kernels are
-built from), `matmul`, `norm`, `flash`, `heads`, `attention`,
+built from), `matmul`, `norm`, `flash`, `heads`, `attention`, `expert_kernels`,
 `experts`, `layers`; `custom_ops` registers the
 functions with torch.library, `compile` has all kernels compiled without a GPU.
 """

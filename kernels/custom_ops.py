@@ -78,9 +78,14 @@ def _all_gather_matmul(
     sizes = even_sizes(x, group_name, gather_dim, sizes)
     given = [bias if len(bias) else None for bias in biases] or None
     result = gather.all_gather_matmul(
-        x, weights, group_name, bias=given, gather_dim=gather_dim, sizes=sizes,
+        x,
+        weights,
+        group_name,
+        bias=given,
+        gather_dim=gather_dim,
+        sizes=sizes,
         return_gathered=return_gathered,
-    )  # fmt: skip
+    )
     results = [*result[1], result[0]] if return_gathered else result
     *ys, last = (planes_of(y, _rows_dim(x, gather_dim)) for y in results)
     return [*ys, planes_of(result[0], gather_dim) if return_gathered else last]
@@ -158,11 +163,15 @@ def _all_gather_matmul_backward(
         front = x.movedim(gather_dim, 0)
         rows = [size * front.shape[1:-1].numel() for size in sizes]
         given = GatherGradient(
-            _flat(x, gather_dim), weights,
+            _flat(x, gather_dim),
+            weights,
             [_flat(dy, gather_dim).contiguous() for dy in dys],
             None if dgathered is None else _flat(dgathered, gather_dim),
-            group, rows, needs_x, needs_w,
-        )  # fmt: skip
+            group,
+            rows,
+            needs_x,
+            needs_w,
+        )
         dx, dws = run_backward(engine, given)
         dx = None if dx is None else dx.view(front.shape).movedim(0, gather_dim)
     return needed([dx, *dws], [x, *weights], needs)
@@ -178,9 +187,14 @@ def _matmul_reduce_scatter(
     wire_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     y = reduce_scatter.matmul_reduce_scatter(
-        x, w, group_name, bias=bias, scatter_dim=scatter_dim, reduce_op=reduce_op,
+        x,
+        w,
+        group_name,
+        bias=bias,
+        scatter_dim=scatter_dim,
+        reduce_op=reduce_op,
         wire_dtype=wire_dtype,
-    )  # fmt: skip
+    )
     return planes_of(y, scatter_dim)
 
 
@@ -238,9 +252,14 @@ def _matmul_reduce_scatter_backward(
         front = x.movedim(scatter_dim, 0)
         rows = [size * front.shape[1:-1].numel() for size in sizes]
         given = reduce_scatter.ScatterGradient(
-            _flat(x, scatter_dim), w, _flat(dy, scatter_dim).contiguous(), group, rows, average,
+            _flat(x, scatter_dim),
+            w,
+            _flat(dy, scatter_dim).contiguous(),
+            group,
+            rows,
+            average,
             needs,
-        )  # fmt: skip
+        )
         dx, dw, db = reduce_scatter.run_backward(engine, given)
         dx = None if dx is None else dx.view(front.shape).movedim(0, scatter_dim)
     return needed([dx, dw, db], [x, w, w[0]], needs)
@@ -302,34 +321,37 @@ define(
     "all_gather_matmul(Tensor x, Tensor[] weights, Tensor[] biases, str group_name, "
     "int gather_dim=0, SymInt[]? sizes=None, bool return_gathered=False, "
     "bool keep_gathered=False) -> Tensor[]",
-    _all_gather_matmul, _all_gather_matmul_fake,
-)  # fmt: skip
+    _all_gather_matmul,
+    _all_gather_matmul_fake,
+)
 define(
     "all_gather_matmul_backward(Tensor x, Tensor[] weights, Tensor[] dys, Tensor? dgathered, "
     "str group_name, int gather_dim, SymInt[] sizes, bool[] needs) -> Tensor[]",
     _all_gather_matmul_backward,
     lambda x, weights, *rest: needed_fake([x, *weights], rest[-1]),
-)  # fmt: skip
+)
 differentiate("all_gather_matmul", _all_gather_matmul_setup, _all_gather_matmul_grads)
 
 define(
     "matmul_reduce_scatter(Tensor x, Tensor w, Tensor? bias, str group_name, "
     "int scatter_dim=0, str reduce_op='sum', ScalarType? wire_dtype=None) -> Tensor",
-    _matmul_reduce_scatter, _matmul_reduce_scatter_fake,
-)  # fmt: skip
+    _matmul_reduce_scatter,
+    _matmul_reduce_scatter_fake,
+)
 define(
     "matmul_reduce_scatter_backward(Tensor x, Tensor w, Tensor dy, str group_name, "
     "int scatter_dim, bool average, bool[] needs) -> Tensor[]",
     _matmul_reduce_scatter_backward,
     lambda x, w, *rest: needed_fake([x, w, w[0]], rest[-1]),
-)  # fmt: skip
+)
 differentiate("matmul_reduce_scatter", _matmul_reduce_scatter_setup, _matmul_reduce_scatter_grads)
 
 define(
     "matmul_all_reduce(Tensor x, Tensor w, Tensor? bias, str group_name, "
     "str reduce_op='sum', ScalarType? wire_dtype=None) -> Tensor",
-    _matmul_all_reduce, _matmul_all_reduce_fake,
-)  # fmt: skip
+    _matmul_all_reduce,
+    _matmul_all_reduce_fake,
+)
 differentiate("matmul_all_reduce", _matmul_all_reduce_setup, _matmul_all_reduce_grads)
 
 

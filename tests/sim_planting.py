@@ -44,7 +44,15 @@ from weft.kernels.device import (
     summed_tiles,
     tiles,
 )
-from weft.kernels.experts import combine_kernel, dispatch_kernel, expert_tiles, pulled_rows
+from weft.kernels.expert_kernels import (
+    combine_kernel,
+    dispatch_kernel,
+    expert_tiles,
+    few_tokens,
+    hand_over,
+    pulled_rows,
+    weigh_kernel,
+)
 from weft.kernels.flash import (
     grad_tiles,
     ring_call,
@@ -83,7 +91,10 @@ PARTS = (
     expert_tiles,
     pulled_rows,
     dispatch_kernel,
+    hand_over,
     combine_kernel,
+    weigh_kernel,
+    few_tokens,
     team_rows,
     rms_norm_kernel,
     summed_tiles,

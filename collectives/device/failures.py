@@ -57,7 +57,7 @@ def tell_peers(own_pad):
 
 
 @triton.jit
-def record(own_pad, code, rank, peer, generation):
+def record_failure(own_pad, code, rank, peer, generation):
     """Leave (code, waiter, peer, generation) in STATUS, unless this rank has failed before.
 
     The host is told at once, peers at the end of the call: see `tell_peers`.
@@ -73,4 +73,4 @@ def record(own_pad, code, rank, peer, generation):
 @triton.jit
 def record_timeout(own_pad, rank, peer, generation):
     """Record that `rank` has waited in vain for `peer`, unless it has failed before."""
-    record(own_pad, _TIMED_OUT, rank, peer, generation)
+    record_failure(own_pad, _TIMED_OUT, rank, peer, generation)

@@ -60,7 +60,7 @@ from weft.collectives.device.addresses import (
 )
 from weft.collectives.device.failures import (
     failed,
-    record,
+    record_failure,
     record_timeout,
     tell_host,
     tell_peers,
@@ -136,7 +136,7 @@ def begin_call(signal_ptrs, rank):
         overlaps = tl.atomic_xchg(own_pad + _CLAIM, 1, sem="acquire", scope="gpu") != 0
     generation = tl.load(own_pad + _GENERATION) + 1
     if overlaps:
-        record(own_pad, _OVERLAPPED, rank, rank, generation)
+        record_failure(own_pad, _OVERLAPPED, rank, rank, generation)
     return generation
 
 

@@ -22,7 +22,7 @@ from weft.collectives.device.addresses import (
     peer_ptr,
     slot_ptr,
 )
-from weft.collectives.device.failures import record, record_timeout
+from weft.collectives.device.failures import record_failure, record_timeout
 from weft.collectives.device.polling import begin_polls, pause
 from weft.collectives.ranks import pad, reports
 
@@ -94,7 +94,7 @@ def _given_up(own_pad, value):
         given_up |= gone
         if _INTERPRETED:  # noqa: SIM102  # `and` would not leave the code out
             if gone != 0:
-                record(own_pad, _GONE, gone >> 32, (gone & 0xFFFFFFFF) - 1, value)
+                record_failure(own_pad, _GONE, gone >> 32, (gone & 0xFFFFFFFF) - 1, value)
     return given_up != 0
 
 

@@ -308,8 +308,13 @@ def learn(function: Op, args: Sequence[Any], kwargs: dict[str, Any], result: Any
 # Types whose values are in a key; and operators whose op has another name.
 _CONSTANTS = {int, bool, str, type(None), torch.dtype, torch.layout, torch.device}
 _OPERATORS = {
-    "iadd": "add", "isub": "sub", "imul": "mul", "truediv": "div", "itruediv": "div", "idiv": "div",
-}  # fmt: skip
+    "iadd": "add",
+    "isub": "sub",
+    "imul": "mul",
+    "truediv": "div",
+    "itruediv": "div",
+    "idiv": "div",
+}
 
 
 def _passed_on(a: Any, b: Any) -> bool:

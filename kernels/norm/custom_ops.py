@@ -97,12 +97,14 @@ def _all_reduce_norm_grads(
 define(
     "reduce_scatter_rms_norm_all_gather(Tensor x, Tensor? weight, Tensor? residual, "
     "str group_name, float eps, int dim=0) -> (Tensor, Tensor)",
-    _sum_rms_norm, _sum_rms_norm_fake,
-)  # fmt: skip
+    _sum_rms_norm,
+    _sum_rms_norm_fake,
+)
 differentiate("reduce_scatter_rms_norm_all_gather", _sum_rms_norm_setup, _sum_rms_norm_grads)
 define(
     "all_reduce_residual_rms_norm(Tensor x, Tensor? residual, Tensor? weight, str group_name, "
     "float eps, str? quantize=None) -> Tensor[]",
-    _all_reduce_norm, _all_reduce_norm_fake,
-)  # fmt: skip
+    _all_reduce_norm,
+    _all_reduce_norm_fake,
+)
 differentiate("all_reduce_residual_rms_norm", _all_reduce_norm_setup, _all_reduce_norm_grads)

@@ -31,7 +31,7 @@ NEWEST = {
 NO_MATMUL = {
     "_publish_kernel", "exchange_kernel", "reduce_kernel", "_pull_kernel", "_multimem_kernel",
     "_begin_kernel", "_post_kernel", "_wait_kernel", "_announce_kernel", "_append_kernel",
-    "_end_kernel", "_merge_kernel", "_delta_kernel", "weigh_kernel", "experts, rows alone",
+    "_end_kernel", "_merge_kernel", "_numbers_kernel", "weigh_kernel", "experts, rows alone",
     "experts, rows fetched", "experts, fp8 rows fetched",
 }  # fmt: skip
 
