@@ -75,8 +75,16 @@ def gather(graph: Graph, node: Node) -> Outcome:
     given = [none if bias is None else bias for bias in biases]
     sizes = [at.size(x, dim)] * parts
     made = at.call(
-        _ops.all_gather_matmul.default, x, weights, given, group, dim, sizes, bool(others), False,
-    )  # fmt: skip
+        _ops.all_gather_matmul.default,
+        x,
+        weights,
+        given,
+        group,
+        dim,
+        sizes,
+        bool(others),
+        False,
+    )
     for i, product in enumerate(products):
         at.put(product, at.call(operator.getitem, made, i))
     if others:
@@ -138,9 +146,16 @@ def _contract(graph: Graph, gather: Node, rows: list[Node], dim: int) -> int:
     columns = shape(whole)[-1]
     weights = [at.like(x, [columns, at.size(dy, -1)]) for dy in dys]
     made = at.call(
-        _ops.all_gather_matmul_backward.default, x, weights, dys, None, group, dim,
-        [at.size(x, dim)] * parts, [False] + [True] * len(dys),
-    )  # fmt: skip
+        _ops.all_gather_matmul_backward.default,
+        x,
+        weights,
+        dys,
+        None,
+        group,
+        dim,
+        [at.size(x, dim)] * parts,
+        [False] + [True] * len(dys),
+    )
     for i, (product, other) in enumerate(products.items()):
         grad = at.call(operator.getitem, made, i)
         if product.args[0] is other:

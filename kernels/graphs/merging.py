@@ -47,8 +47,9 @@ def merge(graph: Graph) -> dict[Node, list[str]]:
         merged = [each for each in addends if _is_like(each, node)]
         if len(merged) < 2 or not _is_close(node, total, merged):
             continue
-        made = _one(Builder(graph, total), [each.args[0] for each in merged])
-        lines[made.args[0]] = [line_of(each.args[0]) for each in merged[1:]]
+        collectives = [each.all_input_nodes[0] for each in merged]
+        made = _one(Builder(graph, total), collectives)
+        lines[made.all_input_nodes[0]] = [line_of(each) for each in collectives[1:]]
         at = Builder(graph, total)
         for each in addends:
             if each not in merged:
@@ -74,13 +75,17 @@ def _addends(node: Node, total: Node) -> list[Node]:
     """What is added up to make `node`, in order."""
     if node is total or len(node.users) == 1:
         if is_sum(node):
-            return [each for arg in node.args for each in _addends(arg, total)]
+            return [each for arg in _terms(node) for each in _addends(arg, total)]
         if _keeps_shape(node):
             found = _addends(node.all_input_nodes[0], total)
             return (
                 found if len(found) > 1 or is_call(found[0], c10d.wait_tensor.default) else [node]
             )
     return [node]
+
+
+def _terms(sum_: Node) -> list[Node]:
+    return [arg for arg in sum_.args if isinstance(arg, Node)]
 
 
 def _keeps_shape(node: Node) -> bool:
@@ -111,7 +116,7 @@ def _cut(collective: Node) -> tuple[Node, int]:
     """What is summed, and along which dim it is cut; 0 if it is not."""
     source, *_ = collective.args
     assert isinstance(source, Node)
-    parts = collective.args[2]
+    parts: Any = collective.args[-2]
     return scattered_along(source, parts) if _scatters(collective) else (source, 0)
 
 

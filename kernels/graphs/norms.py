@@ -52,8 +52,12 @@ def normalize(graph: Graph, collective: Node, arrived: Node) -> bool:
     residual, weight = at.hoisted([found.residual, found.weight])
     made = at.call(
         torch.ops.weft.all_reduce_residual_rms_norm.default,
-        given, residual, weight, group, found.eps,
-    )  # fmt: skip
+        given,
+        residual,
+        weight,
+        group,
+        found.eps,
+    )
     for place, old in enumerate((found.y, found.h)):
         at.replace(old, at.call(operator.getitem, made, place))
     erase(graph, found.y)
@@ -106,8 +110,8 @@ def _alike(node: Node) -> set[Node]:
     found = [node]
     for each in found:  # it grows
         for user in each.users:
-            value, before = user.meta.get("val"), each.meta["val"]
-            wider = is_cast(user) and value.dtype.itemsize > before.dtype.itemsize
+            before: torch.Tensor = each.meta["val"]
+            wider = is_cast(user) and user.meta["val"].dtype.itemsize > before.dtype.itemsize
             same = is_reshape(user) and str(shape(user)) == str(shape(each))
             if wider or same:
                 found.append(user)
@@ -127,7 +131,7 @@ def _inverse_rms(square: Node, of: set[Node]) -> tuple[Node, float] | None:
     if is_call(square, aten.mul.Tensor):
         squared = square.args[0] is square.args[1]
     else:
-        squared = is_call(square, aten.pow.Tensor_Scalar) and square.args[1] == 2
+        squared = is_call(square, aten.pow.Tensor_Scalar) and square.args[1:] == (2,)
     mean = _only_user(square) if squared and square.args[0] in of else None
     if mean is None or not is_call(mean, aten.mean.dim):
         return None

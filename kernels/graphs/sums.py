@@ -129,7 +129,8 @@ def _unscaled(whole: Node) -> tuple[Node, list[Node]]:
 def _scaled(at: Builder, made: Node, factors: list[Node]) -> Node:
     """`made`, multiplied and divided as the terms of each rank have been."""
     for each in reversed(factors):
-        made = at.call(each.target, made, each.args[1])
+        op: Any = each.target
+        made = at.call(op, made, each.args[1])
     return made
 
 
@@ -150,7 +151,7 @@ def _bias(product: Node) -> Any:
 def _adds_share(product: Node, op: str, parts: int) -> bool:
     """Whether it adds a bias divided by the number of ranks, to be summed."""
     share = product.args[0]
-    return (
+    return bool(
         op == "sum"
         and is_call(share, aten.div.Tensor)
         and isinstance(share, Node)
