@@ -209,12 +209,12 @@ def test_a_rank_that_stays_away_is_named(own_ranks: Any) -> None:
     own_ranks(4).run(lost_body, timeout_s=60)
 
 
-def on_real_hosts(part: str) -> subprocess.CompletedProcess[str]:
+def on_real_hosts(part: str, *more: str) -> subprocess.CompletedProcess[str]:
     """What two hosts of two ranks say, each in namespaces of its own."""
     script = Path(__file__).parents[1] / "hosts.sh"
     variables = os.environ | {"PYTHON": sys.executable}
     command = [str(script), "-l", "1gbit", "-t", "90", "--", str(script.with_name("on_hosts.py"))]
-    run = subprocess.run([*command, part], env=variables, capture_output=True, text=True)
+    run = subprocess.run([*command, part, *more], env=variables, capture_output=True, text=True)
     if run.returncode == 77:
         pytest.skip(run.stderr.strip())
     return run
@@ -230,6 +230,13 @@ def test_each_byte_crosses_once() -> None:
     run = on_real_hosts("bytes")
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("at least") == 9
+
+
+@pytest.mark.sweep  # half a minute
+def test_training_on_real_hosts(tmp_path: Path) -> None:
+    run = on_real_hosts("train", str(tmp_path))
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("all is well") == 4
 
 
 @pytest.mark.sweep  # half a minute
