@@ -68,6 +68,8 @@ def gather_by_group(group: Group, what: str, value: Any) -> list[bytes]:
 
 def gather_words(group: Group, what: str, words: Sequence[int]) -> list[list[int]]:
     """Every rank's integers of 64 bits, as many on each, by one collective of its process group."""
+    if group.virtual is not None:
+        return group.virtual.gather(group.rank, list(words))
     device = "cpu" if _on_cpu(group) else torch.device("cuda", torch.cuda.current_device())
     mine = torch.tensor(words, dtype=torch.int64, device=device)
     return [part.tolist() for part in _gathered(group, what, mine)]
