@@ -21,10 +21,22 @@ from weft.collectives.ranks.group import Group
 ReduceOp = Literal["sum", "avg", "max", "min", "product"]
 
 # What torch adds up.
-REDUCIBLE = frozenset({
-    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128,
-    torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool,
-})  # fmt: skip
+REDUCIBLE = frozenset(
+    {
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+        torch.int8,
+        torch.uint8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.bool,
+    }
+)
 
 # How our engines reduce.
 COMBINE: dict[str, Callable[..., torch.Tensor]] = {

@@ -60,9 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--ranks", type=several, default=2, metavar="W", help="ranks to try with (2)"
     )
     parser.add_argument(
-        "--flight", type=Path, metavar="DIR",
+        "--flight",
+        type=Path,
+        metavar="DIR",
         help="the last calls of all ranks side by side: DIR is their $WEFT_FLIGHT_DIR",
-    )  # fmt: skip
+    )
     args = parser.parse_args(argv)
     if args.flight is not None:
         return _flight(args.flight)
@@ -171,10 +173,12 @@ def _machine() -> list[Finding]:
     busy = load > BUSY * cores()
     findings.append(
         Finding(
-            "--" if busy else "ok", "load", f"{load:.1f} on {cores()} cores",
+            "--" if busy else "ok",
+            "load",
+            f"{load:.1f} on {cores()} cores",
             "others are at work: times taken now are too long" if busy else "",
         )
-    )  # fmt: skip
+    )
     # weft's shared memory is in anonymous files, which this folder's limit does not concern.
     shm = Path("/dev/shm")
     writable = shm.is_dir() and os.access(shm, os.W_OK)
@@ -182,12 +186,15 @@ def _machine() -> list[Finding]:
     tight = free < 256 << 20
     findings.append(
         Finding(
-            "--" if tight else "ok", "/dev/shm",
+            "--" if tight else "ok",
+            "/dev/shm",
             f"{free / 2**30:.2g} GiB free" if writable else "cannot be written",
             "weft needs none of it, NCCL and torch's data loaders do: in Docker, --shm-size=8g or "
-            "--ipc=host" if tight else "",
+            "--ipc=host"
+            if tight
+            else "",
         )
-    )  # fmt: skip
+    )
     return findings
 
 
@@ -224,10 +231,11 @@ def _gpus() -> list[Finding]:
     multicast = _multicast()
     findings.append(
         Finding(
-            "ok" if multicast else "--", "multicast",
+            "ok" if multicast else "--",
+            "multicast",
             "the switch adds and copies for all GPUs" if multicast else "none: one GPU at a time",
         )
-    )  # fmt: skip
+    )
     return findings
 
 
@@ -325,12 +333,13 @@ def _rates(group: Group, device: torch.device) -> Finding:
     fp32 = rates.flops_of(torch.float32) / 1e3
     doubt = doubt_of(rates, cost.matmul_rate(torch.float32, device))
     return Finding(
-        "--" if doubt else "ok", "rates kept",
+        "--" if doubt else "ok",
+        "rates kept",
         f"matmul {fp32:.3g} GFLOP/s a rank, copy {rates.copy / 1e3:.3g} GB/s, signal "
         f"{rates.sync_us:.3g} us, {dist.get_backend()} {rates.wire / 1e3:.3g} GB/s after "
         f"{rates.wire_us:.3g} us",
         f"{doubt or 'as kept for this machine'}; `weft bench calibrate` measures again",
-    )  # fmt: skip
+    )
 
 
 def doubt_of(rates: Machine, matmul: float) -> str:

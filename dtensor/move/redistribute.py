@@ -42,18 +42,16 @@ from weft.collectives.ranks.flight import GENERIC, call_of
 from weft.collectives.ranks.group import Group, kept_by_group, resolve
 from weft.collectives.ranks.reports import check_all
 from weft.collectives.ranks.traced import is_traced
-from weft.dtensor.layout.boxes import (
+from weft.dtensor.layout.boxes import Layout, contiguous_layout
+from weft.dtensor.layout.placements import (
     REDUCE,
-    Layout,
-    Shape,
-    contiguous_layout,
-    contiguous_stride,
     divide_,
     is_inexact,
     normalize,
     pieces_of,
     shard_dim,
 )
+from weft.dtensor.layout.runs import Shape, contiguous_stride
 from weft.dtensor.move.collective_plans import collective_plan
 from weft.dtensor.move.custom_ops import layout_name
 from weft.dtensor.move.transfers import MovePlan, PulledPiece, Slices, Step, move_plan
@@ -245,9 +243,13 @@ def _pull(
 ) -> Running:
     ranks = step.source.place.ranks
     with exchange(
-        group, step.room, "redistribute", local.device, channel=channel or "exchange",
+        group,
+        step.room,
+        "redistribute",
+        local.device,
+        channel=channel or "exchange",
         told=step.told,
-    ) as ex:  # fmt: skip
+    ) as ex:
         if channel or group.ranks[group.rank] in step.senders:
             published = ex.local(tuple(local.shape), local.dtype).copy_(local)
             # A deferred result must not see what is written to `local` in the meantime.
@@ -328,9 +330,14 @@ def _pull_by_kernel(
     if (table := step.tables.get(key)) is None:
         boxes = [_box(step, piece, group) for piece in pieces]
         table = step.tables[key] = pull_boxes.table_of(
-            boxes, group.rank, local.dtype, local.device,
-            op=step.reduce_op, divisor=step.scale, align=align,
-        )  # fmt: skip
+            boxes,
+            group.rank,
+            local.dtype,
+            local.device,
+            op=step.reduce_op,
+            divisor=step.scale,
+            align=align,
+        )
     ws = workspace(group, step.room, channel="pull", device=local.device)
     publish = group.ranks[group.rank] in step.senders
     with ws.call("redistribute", step.told):

@@ -28,7 +28,7 @@ DOCS = (ROOT / "docs" / "bench.md").read_text()
 COMMANDS = re.findall(r"^weft (.*)$", DOCS, re.MULTILINE)
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_the_commands_of_the_docs_in_their_order(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

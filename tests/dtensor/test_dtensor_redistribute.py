@@ -25,7 +25,8 @@ from weft.dtensor import (
     init_device_mesh,
     redistribute_plan,
 )
-from weft.dtensor.layout.boxes import REDUCE, layout_of
+from weft.dtensor.layout.boxes import layout_of
+from weft.dtensor.layout.placements import REDUCE
 from weft.dtensor.move.redistribute import move
 
 

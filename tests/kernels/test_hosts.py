@@ -220,6 +220,7 @@ def on_real_hosts(part: str, *more: str) -> subprocess.CompletedProcess[str]:
     return run
 
 
+@pytest.mark.slow
 def test_a_layer_on_real_hosts() -> None:
     run = on_real_hosts("layer")
     assert run.returncode == 0, run.stderr

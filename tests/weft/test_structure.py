@@ -46,8 +46,8 @@ LEVELS = {
     "kernels": """
         engine
         device norm
-        experts flash matmul
-        heads
+        expert_kernels flash matmul
+        experts heads
         attention custom_ops layers
         compile graphs
         .
@@ -61,7 +61,7 @@ LEVELS = {
         rules
         fused
         api debug experimental
-        expert_parallel
+        expert_parallel prepare
         interop parallel
         plans
         .
