@@ -39,7 +39,9 @@ def all_bodies(layout: str) -> None:
             body()
 
 
-@pytest.mark.parametrize("layout", ["AABB", "ABAA", "AB"])
+@pytest.mark.parametrize(
+    "layout", ["ABAA", *(pytest.param(each, marks=pytest.mark.slow) for each in ("AABB", "AB"))]
+)
 def test_collectives(ranks: Any, layout: str) -> None:
     ranks(len(layout), all_bodies, layout)
 
