@@ -31,6 +31,8 @@ from weft.dtensor.rules.matmul import contraction, grouped_product, summand_plac
 from weft.kernels.engine.engines import collective_us, fused_us
 
 GATHER = "all_gather_matmul"
+# What a host takes to fetch a group's rows and to send its results, however few these are.
+_GROUP_US = 30.0
 
 
 def linear_product(
@@ -81,7 +83,8 @@ def _travel_us(call: OpCall, mesh_dim: int) -> float | str:
     rates, rows = cost.typical(call.mesh.device_type), present(x.shape[0] / x.parts(0))
     share = rows * x.dtype.itemsize * (W - 1) / W
     there, back = (fused_us(share * present(n), rates) for n in (x.shape[1], w.shape[2]))
-    return there + back + collective_us(4 * present(x.shape[0]), rates)
+    loop = _GROUP_US * present(w.shape[0]) / W if call.mesh.device_type == "cpu" else 0.0
+    return there + back + collective_us(4 * present(x.shape[0]), rates) + loop
 
 
 @rule("linear_product")
