@@ -50,6 +50,7 @@ from weft.kernels.layers.vocabulary import (
 from weft.kernels.matmul.all_gather import all_gather_matmul
 from weft.kernels.matmul.all_reduce import matmul_all_reduce
 from weft.kernels.matmul.reduce_scatter import matmul_reduce_scatter
+from weft.kernels.norm import custom_ops as _norm_ops  # noqa: F401
 from weft.kernels.norm.all_reduce_norm import all_reduce_residual_rms_norm
 from weft.kernels.norm.rms_norm import reduce_scatter_rms_norm_all_gather
 

@@ -86,4 +86,4 @@ if __name__ == "__main__":
     import pytest
 
     sys.path[0] = str(HERE.parent)  # in tests/, `weft` and `tools` would be the folders of theirs
-    sys.exit(pytest.main([*sys.argv[1:], "-m", "not sweep and not gpu", *arguments()]))
+    sys.exit(pytest.main([*sys.argv[1:], "-m", "not slow and not sweep and not gpu", *arguments()]))

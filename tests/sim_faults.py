@@ -13,7 +13,7 @@ import triton.language as tl
 from sim_cases import COLLECTIVES, KERNELS
 
 from weft import sim
-from weft.collectives.device import signals
+from weft.collectives.device import addresses, signals, waits
 from weft.kernels.device import copies, gathered_rows, gathered_tiles, gathers, splits, tiles
 from weft.kernels.matmul import (
     all_gather_kernel,
@@ -103,21 +103,21 @@ IN_SIGNALS = [
     ),
     fault(
         "a wait that acquires nothing",
-        signals,
+        waits,
         ACQUIRE,
         ACQUIRE.replace("acquire", "relaxed"),
         EVERY,
     ),
     fault(
         "a wait at the scope of one device",
-        signals,
+        waits,
         ACQUIRE,
         ACQUIRE.replace("=scope", '="gpu"'),
         EVERY,
     ),
     Fault(
         "no wait for peers",
-        signals,
+        waits,
         (
             ("arrived = wait(own_pad, slot, generation, timeout_ns)", "arrived = True"),
             ("missing = awaited\n", "missing = awaited & (value < 0)\n"),
@@ -126,13 +126,13 @@ IN_SIGNALS = [
     ),
     Fault(
         "a wait for the generation before",
-        signals,
+        waits,
         ((WAIT, f"generation -= 1\n    {WAIT}"), (WAIT_PEERS, BEFORE + WAIT_PEERS)),
         but(*FEW),
     ),
     Fault(
         "a wait for the generation after",
-        signals,
+        waits,
         ((WAIT, f"generation += 1\n    {WAIT}"), (WAIT_PEERS, AFTER + WAIT_PEERS)),
         but(*FEW),
         DEADLOCK,
@@ -156,14 +156,14 @@ IN_SIGNALS = [
     ),
     fault(
         "one peer is not waited for",
-        signals,
+        waits,
         "words, peers, lanes < WORLD_SIZE - 1, rank",
         "words, peers, lanes < WORLD_SIZE - 2, rank",
         but(*GATHERS, *FEW, "ring attention"),
     ),
     fault(
         "one half for all calls",
-        signals,
+        addresses,
         "(generation & 1)",
         "(generation & 0)",
         but(*REDUCES[1:], *SUMS[1:], *BACKWARD, *HEADS, *NORMS[1:], *WHOLE_NORMS[1:]),

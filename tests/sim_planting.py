@@ -30,7 +30,7 @@ from sim_faults_elsewhere import (
 
 from weft import sim
 from weft.collectives import movement
-from weft.collectives.device import signals
+from weft.collectives.device import addresses, failures, signals, waits
 from weft.collectives.kernels import kernel_collectives, pieces
 from weft.kernels.device import (
     copies,
@@ -72,6 +72,9 @@ RANKS, SCHEDULES = 3, 200
 PAGE = "docs/sim_faults.md"
 # What the kernels are made of: each imports those before it only.
 PARTS = (
+    addresses,
+    failures,
+    waits,
     signals,
     pieces,
     kernel_collectives,

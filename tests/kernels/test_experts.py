@@ -290,6 +290,6 @@ def test_rows_in_fp8_are_half_the_bytes_of_a_link() -> None:
 
     ids = crossed(torch.bfloat16, None) - 2 * T * K
     assert 0 <= ids <= 16 * T  # what the ranks tell each other
-    # Scales, of a few rows at a time, are latency alone to the simulator.
-    assert crossed(torch.bfloat16, "fp8") == ids + T * K
+    scales = crossed(torch.bfloat16, "fp8") - ids - T * K
+    assert 0 <= scales <= 16 * T
     assert crossed(torch.float32, None) == ids + 4 * T * K
