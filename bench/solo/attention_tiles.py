@@ -137,7 +137,10 @@ def search(
             raise RuntimeError(f"{tiles}: {failure}")
     best = min(trials, key=lambda trial: trial[1])
     return {
-        "choice": dict(best[0]), "us": best[1], "heuristic_us": trials[0][1],
-        "tried": len(trials), "failed": [failure for _, _, failure in trials if failure],
+        "choice": dict(best[0]),
+        "us": best[1],
+        "heuristic_us": trials[0][1],
+        "tried": len(trials),
+        "failed": [failure for _, _, failure in trials if failure],
         "times": [[dict(tiles), us] for tiles, us, failure in trials if not failure],
-    }  # fmt: skip
+    }

@@ -16,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from weft.collectives.device.addresses import Constant
 from weft.collectives.device.device_math import cdiv
-from weft.collectives.device.signals import Constant
 
 LN_2 = Constant(0.6931471805599453)
 LOG2_E = Constant(1.4426950408889634)
