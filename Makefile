@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test test-fast test-all test-oldest test-newest opinfo sweeps faults lint format bench docs gpu clean
+.PHONY: help demo test test-fast test-slow test-all test-oldest test-newest opinfo sweeps faults lint format bench docs gpu clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -16,8 +16,11 @@ help:  ## show this list
 demo: .venv/.installed  ## train a small Llama on two ranks, beside one process
 	$(BIN)/weft demo
 
-test: .venv/.installed  ## the tests, 15 minutes on two cores
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not sweep and not gpu'
+test: .venv/.installed  ## the tests, 13 minutes on two cores
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not slow and not sweep and not gpu'
+
+test-slow: .venv/.installed  ## those of ten seconds and more, 6 minutes; CI runs them too
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'slow and not sweep and not gpu'
 
 test-fast: .venv/.installed  ## some tests of every room, two minutes on two quiet cores
 	$(BIN)/python tests/fast.py -q -n 2 --dist loadfile

@@ -170,9 +170,11 @@ def _parser() -> argparse.ArgumentParser:
         "--shapes", type=shapes.parse, nargs="+", metavar="SHAPE", help="problems of your own"
     )
     parser.add_argument(
-        "--engines", nargs="+", choices=["auto", "host", "generic", "triton", "peers"],
+        "--engines",
+        nargs="+",
+        choices=["auto", "host", "generic", "triton", "peers"],
         help="of ops: only these (all that run well here); of scaling: triton for every size",
-    )  # fmt: skip
+    )
     parser.add_argument("--filter", default="", metavar="TEXT", help="only cases named like this")
     parser.add_argument("--quick", action="store_true", help="small sizes, few rounds")
     parser.add_argument(
@@ -198,6 +200,8 @@ def add_machine_options(parser: argparse.ArgumentParser, *, ranks: bool = True) 
         "--device", choices=["cpu", "cuda"], help="where ranks compute (cuda where there is one)"
     )
     parser.add_argument(
-        "--dtype", default="float32", choices=["float64", "float32", "bfloat16", "float16"],
+        "--dtype",
+        default="float32",
+        choices=["float64", "float32", "bfloat16", "float16"],
         help="of the operands (float32)",
-    )  # fmt: skip
+    )

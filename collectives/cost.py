@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import os
 import platform
@@ -21,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import lru_cache, partial
 from pathlib import Path
@@ -40,7 +41,9 @@ from weft.collectives.ranks.group import (
     new_group,
     unwatched,
 )
+from weft.collectives.topology import in_two_levels, inside_of, rails
 
+_logger = logging.getLogger("weft")
 _MATMUL_SIZE = {"cpu": 384, "cuda": 4096}
 _COPY_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 
@@ -61,6 +64,9 @@ class Machine:
         sync_us: an empty exchange.
         wire: bytes per us that a rank receives in the process group's all-gather.
         wire_us: an empty all-gather in the process group.
+        between: of a group over several hosts, bytes per us that each rank of a host receives from
+            another, by the hosts' numbers: [from][to]. `copy` and `sync_us` are inside a host.
+        between_us: an exchange of nothing between hosts.
         load: of the machine when they were taken, as a part of its cores.
         tries: how often they have been measured.
     """
@@ -70,6 +76,8 @@ class Machine:
     sync_us: float
     wire: float
     wire_us: float
+    between: list[list[float]] = field(default_factory=list)
+    between_us: float = 0.0
     load: float = 0.0
     tries: int = 1
 
@@ -151,12 +159,14 @@ def machine(group: Group, device: torch.device) -> Machine:
 
 def calibrate(group: Group, device: torch.device, tries: int = 1) -> Machine:
     """Measure the rates for `group` on `device` now, and keep them. Collective."""
-    load = load_a_core()
+    load, start = load_a_core(), time.monotonic()
     with unwatched(group):
         measured = replace(_measure(group, device), load=round(load, 2), tries=tries)
         rates = _of_first(group, asdict(measured))
     if group.rank == 0:
         _save(_name_for(group, device), rates)
+        told = group.world_size, time.monotonic() - start, file_of(group, device) or "no file"
+        _logger.info("rates of %d ranks measured in %.2f s, kept in %s", *told)
     forget_rates(group)
     found = _machines[group, device.type] = Machine(**rates)
     return found
@@ -194,6 +204,8 @@ def _name_for(group: Group, device: torch.device) -> str:
         group.world_size,
         dist.get_backend(group.pg),
         group.why,
+        group.hosts,
+        group.nodes,
         sorted(Machine.__dataclass_fields__),
     )
     return f"machine-{conditions}.json"
@@ -255,6 +267,8 @@ def _are_rates(kept: dict[str, Any]) -> bool:
             if not isinstance(value, dict) or str(torch.float32) not in value:
                 return False
             return all(is_rate("", each) and each > 0 for each in value.values())
+        if name == "between":
+            return isinstance(value, list) and all(is_rate("", n) for row in value for n in row)
         return type(value) in (int, float) and 0 <= value < math.inf
 
     return all(is_rate(name, value) for name, value in kept.items())
@@ -403,15 +417,19 @@ def _measure(group: Group, device: torch.device) -> Machine:
         return Machine(flops, nbytes / timed(lambda: target.copy_(source), 5), 0.0, 1e9, 0.0)
 
     copy, sync_us = 0.0, 0.0
-    if not group.why:
+    near = inside_of(group) if in_two_levels(group) else group
+    if near.world_size == 1:
+        target = torch.empty_like(source)
+        copy = nbytes / timed(lambda: target.copy_(source), 5)
+    elif not near.why:
         target = torch.empty_like(source)
 
         def nothing() -> None:
-            with exchange(group, 0, "measure", device, channel="measure") as ex:
+            with exchange(near, 0, "measure", device, channel="measure") as ex:
                 ex.signal_all()
 
         def read() -> None:
-            with exchange(group, nbytes, "measure", device, channel="measure") as ex:
+            with exchange(near, nbytes, "measure", device, channel="measure") as ex:
                 ex.signal_all()
                 peer = ex.peers()[0]
                 ex.wait(peer)
@@ -420,7 +438,7 @@ def _measure(group: Group, device: torch.device) -> Machine:
         sync_us = timed(nothing, 8, 10)
         copy_us = timed(read, 5, 2)
         copy = nbytes / max(copy_us - sync_us, copy_us / 2)
-        give_back(group, "measure", device)
+        give_back(near, "measure", device)
 
     # Threads of asynchronous saves may call collectives of the user's own group meanwhile.
     on_gloo = device.type == "cpu" and bool(backends_of(group.pg) & {"gloo", "undefined"})
@@ -432,9 +450,58 @@ def _measure(group: Group, device: torch.device) -> Machine:
         parts = [torch.empty_like(part) for _ in range(group.world_size)]
         dist.all_gather(parts, part, group=pg)
 
+    def affordable(call: Callable[[int], object]) -> int:
+        """Bytes of which `call` takes as long as rates want, on any rank, or `nbytes`."""
+        sent = _LEAST_BYTES
+        while sent < nbytes:
+            us = torch.tensor(timed(partial(call, sent), 1), device=device)
+            dist.all_reduce(us, dist.ReduceOp.MAX, group=pg)
+            if float(us) > _ENOUGH_US:
+                break
+            sent *= 4
+        return sent
+
     wire_us = timed(lambda: gather(source[:64]), 5, 8)
-    whole_us = timed(lambda: gather(source), 3, 2)
+    # Networks may be slow.
+    sent = nbytes if near is group else affordable(lambda n: gather(source[:n]))
+    whole_us = timed(lambda: gather(source[:sent]), 3, 2)
+    wire = sent * (group.world_size - 1) / max(whole_us - wire_us, 1.0)
+    rates = Machine(flops, copy, sync_us, wire, wire_us)
+    if near is not group:
+        rates = _with_hosts(rates, group, pg, source, affordable, timed)
     if own is not None:
         dist.destroy_process_group(own)
-    wire = nbytes * (group.world_size - 1) / max(whole_us - wire_us, 1.0)
-    return Machine(flops, copy, sync_us, wire, wire_us)
+    return rates
+
+
+# Over networks: what is sent at first, and what takes long enough beside the start of a call.
+_LEAST_BYTES, _ENOUGH_US = 64 << 10, 1e4
+
+
+def _with_hosts(
+    rates: Machine,
+    group: Group,
+    pg: Any,
+    source: torch.Tensor,
+    affordable: Callable[[Callable[[int], object]], int],
+    timed: Callable[..., float],
+) -> Machine:
+    """With what crosses: all ranks hear from one other host at a time."""
+
+    def shift(step: int, nbytes: int) -> None:
+        sends, receives = ([nbytes * n for n in each] for each in rails(group, step))
+        out, x = source.new_empty(sum(receives)), source[:nbytes].repeat(sum(map(bool, sends)))
+        dist.all_to_all_single(out, x, receives, sends, group=pg)
+
+    us = timed(lambda: shift(1, 64), 5, 4)
+    sent, H = affordable(lambda n: shift(1, n)), len(group.hosts)
+    heard = [sent / max(timed(lambda s=s: shift(s, sent), 2) - us, 1.0) for s in range(1, H)]
+    told = group.gather_objects((heard, us, rates.copy, rates.sync_us), "rates between hosts")
+    between = [[0.0] * H for _ in range(H)]
+    for to, ranks in enumerate(group.hosts):
+        for step in range(1, H):
+            between[to - step][to] = min(told[rank][0][step - 1] for rank in ranks)
+    _, apart, copies, syncs = zip(*told, strict=True)
+    return replace(
+        rates, copy=min(copies), sync_us=max(syncs), between=between, between_us=max(apart)
+    )

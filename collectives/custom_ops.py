@@ -136,6 +136,11 @@ def planes(x: torch.Tensor, shape: Sequence[Any], dim: int) -> torch.Tensor:
     return x.new_empty([rest.pop(dim), *rest]).movedim(0, dim)
 
 
+def planes_of(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """x with the strides of `planes(x, x.shape, dim)`, which a fake kernel has promised."""
+    return x.movedim(dim, 0).contiguous().movedim(0, dim)
+
+
 def resized(x: torch.Tensor, dim: int, length: Any) -> list[Any]:
     """The shape of x, with `length` for `dim`."""
     shape = list(x.shape)

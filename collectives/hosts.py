@@ -10,25 +10,61 @@ crosses, what has come before is shared inside and multiplied.
 
 Sums go back the same ways: what a host has added up for the rows of another crosses once. A host of
 more or fewer ranks than the other cuts what comes evenly.
+
+The functions are collectives in two levels, of tensors that `collectives.movement` has prepared.
+Their `inside` is the same collective of the ranks of one host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import torch
 
+from weft import settings
 from weft.collectives import process_groups
+from weft.collectives.process_groups import COMBINE, ReduceOp, summed_in_fp32
+from weft.collectives.ranks import caches
 from weft.collectives.ranks.bounds import Presence
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
-from weft.collectives.ranks.group import Group, ranks_group
+from weft.collectives.ranks.group import Group, kept_by_group
+from weft.collectives.topology import here, in_two_levels, inside_of
 from weft.errors import PeerTimeout
 
 _PART_BYTES, _MOST_PARTS = 1 << 20, 8
+Pairs = frozenset[tuple[int, int]]
+
+
+def offered(op: str, group: Group, device: torch.device) -> bool:
+    """Whether a collective can go host by host.
+
+    NCCL knows the hosts by itself; in an all_to_all each byte crosses once in any case.
+    """
+    possible = in_two_levels(group) and op != "all_to_all" and not group.on_gpus(device)
+    return possible and settings.current_engine() != "generic"
+
+
+@contextmanager
+def naming(group: Group, op: str) -> Iterator[None]:
+    """For what is done inside the host: who is absent there is told to the other hosts, whose ranks
+    wait for all of this one's, by its number in the whole group.
+
+    Raises:
+        PeerTimeout: so named.
+    """
+    try:
+        yield
+    except PeerTimeout as error:
+        absent = sorted(here(group)[peer] for peer in error.absent)
+        Presence.now(group).give_up(absent)
+        known = op, error.generation, error.timeout_s, error.history, absent
+        raise PeerTimeout(group.rank, absent[0], *known) from error
 
 
 @dataclass(frozen=True)
@@ -36,6 +72,7 @@ class HostRows:
     """Rows of one host, as the ranks of this host share them among each other.
 
     Attributes:
+        ranks: whose they are.
         rows: where they are among those of the whole group; neighbours are joined.
         sizes: how many of them each rank of this host holds.
         mine: of another host, rows of this rank's shard that cross in the same step.
@@ -43,6 +80,7 @@ class HostRows:
             this rank holds, how many come from each.
     """
 
+    ranks: tuple[int, ...]
     rows: tuple[slice, ...]
     sizes: list[int]
     mine: slice
@@ -66,80 +104,54 @@ class Crossing:
 
     Args:
         rows: of every rank's shard; 0 among them.
-        row_bytes: of what crosses; the same on every rank.
+        row_bytes: of what crosses; the same on every rank. 0: shards cross whole.
         op: the call, for errors.
+        needed: pairs of hosts (from, to) between which anything crosses; None: all.
     """
 
-    def __init__(self, group: Group, rows: Sequence[int], row_bytes: int, op: str) -> None:
-        self._group, self._rows, self._op = group, list(rows), op
-        self._host = next(i for i, ranks in enumerate(group.hosts) if group.rank in ranks)
-        self._here = group.hosts[self._host]
-        parts = -(-max(rows) * row_bytes // _PART_BYTES)
-        self._parts = max(1, min(parts, _MOST_PARTS))
+    def __init__(
+        self,
+        group: Group,
+        rows: Sequence[int],
+        row_bytes: int,
+        op: str,
+        needed: Pairs | None = None,
+    ) -> None:
+        self._group, self._op = group, op
+        self._host = group.hosts.index(here(group))
+        parts = max(1, min(-(-max(rows) * row_bytes // _PART_BYTES), _MOST_PARTS))
+        key = group, tuple(rows), parts, needed
+        if (blocks := _blocks.get(key)) is None:
+            if len(_blocks) >= _MOST:
+                _blocks.clear()
+            blocks = _blocks[key] = _blocks_of(*key)
+        # This host's rows, of which each rank holds its shard, and those of the other hosts, in the
+        # order in which all ranks make the steps.
+        self.own, self.foreign = blocks
         self._returning: list[tuple[HostRows, torch.Tensor, Any]] = []
 
     @cached_property
     def inside(self) -> Group:
         """The ranks of this host. Collective over them the first time."""
-        return ranks_group(tuple(self._group.ranks[rank] for rank in self._here))
+        return inside_of(self._group)
 
-    @cached_property
-    def own(self) -> HostRows:
-        """This host's rows, of which each rank holds its shard."""
-        sizes = [self._rows[rank] for rank in self._here]
-        return HostRows(self._places(self._here, 0, 1), sizes, slice(0), (), ())
-
-    @cached_property
-    def foreign(self) -> list[HostRows]:
-        """Those of the other hosts, in the order in which all ranks make the steps."""
-        hosts, H, mine = self._group.hosts, len(self._group.hosts), self._host
-        return [
-            self._block(part, hosts[(mine - step) % H], hosts[(mine + step) % H])
-            for part in range(self._parts)
-            for step in range(1, H)
-        ]
-
-    def _block(self, part: int, source: Sequence[int], target: Sequence[int]) -> HostRows:
-        position, W = self._here.index(self._group.rank), self._group.world_size
-        coming, leaving = self._lengths(part, source), self._lengths(part, self._here)
-        sizes = _shares(coming, len(self._here))
-        comes = dict(zip(source, _overlaps(sizes, position, coming), strict=True))
-        to = _shares(leaving, len(target))
-        leaves = dict(zip(target, _overlaps(leaving, position, to), strict=True))
-        return HostRows(
-            self._places(source, part, self._parts),
-            sizes,
-            slice(*_bounds(self._rows[self._group.rank], part, self._parts)),
-            tuple(leaves.get(rank, 0) for rank in range(W)),
-            tuple(comes.get(rank, 0) for rank in range(W)),
-        )
-
-    def _lengths(self, part: int, ranks: Sequence[int]) -> list[int]:
-        bounds = [_bounds(self._rows[rank], part, self._parts) for rank in ranks]
-        return [stop - start for start, stop in bounds]
-
-    def _places(self, ranks: Sequence[int], part: int, parts: int) -> tuple[slice, ...]:
-        starts, joined = offsets(self._rows), list[slice]()
-        for rank in ranks:
-            start, stop = (starts[rank] + b for b in _bounds(self._rows[rank], part, parts))
-            if joined and joined[-1].stop == start:
-                joined[-1] = slice(joined[-1].start, stop)
-            else:
-                joined.append(slice(start, stop))
-        return tuple(joined)
-
-    def fetched(self, x: torch.Tensor) -> Iterator[tuple[HostRows, torch.Tensor]]:
+    def fetched(
+        self, x: torch.Tensor, ahead: int | None = None
+    ) -> Iterator[tuple[HostRows, torch.Tensor]]:
         """This rank's shard x of its own host's rows, then its rows of the others', as they come.
 
-        All of them are on their way from the first one on.
+        Of them `ahead` are on their way at a time, all if None.
         """
-        begun = []
-        for block in self.foreign:
-            sent = x[block.mine].contiguous()
-            begun.append(self._cross(sent, block.comes, block.leaves))
+        crossings = (
+            (block, *self._cross(x[block.mine].contiguous(), block.comes, block.leaves))
+            for block in self.foreign
+        )
+        begun = list(islice(crossings, ahead))
         yield self.own, x
-        for block, (came, work) in zip(self.foreign, begun, strict=True):
+        while begun:
+            block, came, work = begun.pop(0)
             self._wait(work, came)
+            begun += islice(crossings, 1)
             yield block, came
 
     def give_back(self, block: HostRows, terms: torch.Tensor) -> None:
@@ -150,40 +162,30 @@ class Crossing:
         crossing = self._cross(terms.contiguous(), block.leaves, block.comes)
         self._returning.append((block, *crossing))
 
-    def summed(self, own: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def summed(self, own: torch.Tensor, dtype: torch.dtype, op: ReduceOp = "sum") -> torch.Tensor:
         """Of this rank's rows, what all hosts have sent, in their order, and the own one's sum.
 
-        Added up in `dtype`.
+        Reduced in `dtype`.
         """
         H, mine = len(self._group.hosts), self._host
         terms: dict[int, torch.Tensor] = {mine: own}
         for number, (block, came, work) in enumerate(self._returning):
             self._wait(work, came)
             host = (mine + number % (H - 1) + 1) % H
-            if host not in terms:
+            if len(came) and host not in terms:
                 terms[host] = torch.empty_like(own, dtype=came.dtype)
-            terms[host][block.mine].copy_(came)
+            if len(came):
+                terms[host][block.mine].copy_(came)
         self._returning.clear()
-        total = terms[0].to(dtype, copy=True)
-        for host in range(1, H):
-            total += terms[host]
+        first, *others = sorted(terms)
+        total = terms[first].to(dtype, copy=True)
+        for host in others:
+            COMBINE[op](total, terms[host], out=total)
         return total
 
-    @contextmanager
-    def naming(self) -> Iterator[None]:
-        """For what is done inside the host: who is absent there is told to the other hosts, whose
-        ranks wait for all of this one's, by its number in the whole group.
-
-        Raises:
-            PeerTimeout: so named.
-        """
-        try:
-            yield
-        except PeerTimeout as error:
-            group, absent = self._group, sorted(self._here[peer] for peer in error.absent)
-            Presence.now(group).give_up(absent)
-            known = self._op, error.generation, error.timeout_s, error.history, absent
-            raise PeerTimeout(group.rank, absent[0], *known) from error
+    def naming(self) -> AbstractContextManager[None]:
+        """`naming` of this call."""
+        return naming(self._group, self._op)
 
     def _cross(
         self, sent: torch.Tensor, receives: Sequence[int], sends: Sequence[int]
@@ -193,6 +195,61 @@ class Crossing:
 
     def _wait(self, work: Any, came: torch.Tensor) -> None:
         process_groups.wait(work, self._group, came, self._op)
+
+
+# By the group, the rows of its ranks, in how many parts those cross, and between which hosts.
+_Key = tuple[Group, tuple[int, ...], int, Pairs | None]
+_blocks: dict[_Key, tuple[HostRows, list[HostRows]]] = {}
+_MOST = 1024
+kept_by_group.append(_blocks)
+caches.register(f"{__name__}._blocks", _blocks, _MOST)
+
+
+def _blocks_of(
+    group: Group, rows: tuple[int, ...], parts: int, needed: Pairs | None
+) -> tuple[HostRows, list[HostRows]]:
+    """The blocks of this rank's host, and of the others."""
+    hosts, H, ours = group.hosts, len(group.hosts), here(group)
+    mine, position, W = hosts.index(ours), ours.index(group.rank), group.world_size
+
+    def bounds(rank: int, part: int, source: int, target: int) -> tuple[int, int]:
+        crosses = needed is None or (source, target) in needed
+        return _bounds(rows[rank], part, parts) if crosses else (0, 0)
+
+    def lengths(part: int, source: int, target: int) -> list[int]:
+        each = [bounds(rank, part, source, target) for rank in hosts[source]]
+        return [stop - start for start, stop in each]
+
+    def block(part: int, step: int) -> HostRows:
+        source, target = (mine - step) % H, (mine + step) % H
+        coming, leaving = lengths(part, source, mine), lengths(part, mine, target)
+        sizes = _shares(coming, len(ours))
+        comes = dict(zip(hosts[source], _overlaps(sizes, position, coming), strict=True))
+        to = _shares(leaving, len(hosts[target]))
+        leaves = dict(zip(hosts[target], _overlaps(leaving, position, to), strict=True))
+        return HostRows(
+            hosts[source],
+            _places(rows, hosts[source], part, parts),
+            sizes,
+            slice(*bounds(group.rank, part, mine, target)),
+            tuple(leaves.get(rank, 0) for rank in range(W)),
+            tuple(comes.get(rank, 0) for rank in range(W)),
+        )
+
+    sizes = [rows[rank] for rank in ours]
+    own = HostRows(ours, _places(rows, ours, 0, 1), sizes, slice(0), (), ())
+    return own, [block(part, step) for part in range(parts) for step in range(1, H)]
+
+
+def _places(rows: Sequence[int], ranks: Sequence[int], part: int, parts: int) -> tuple[slice, ...]:
+    starts, joined = offsets(rows), list[slice]()
+    for rank in ranks:
+        start, stop = (starts[rank] + b for b in _bounds(rows[rank], part, parts))
+        if joined and joined[-1].stop == start:
+            joined[-1] = slice(joined[-1].start, stop)
+        else:
+            joined.append(slice(start, stop))
+    return tuple(joined)
 
 
 def _bounds(length: int, part: int, parts: int) -> tuple[int, int]:
@@ -212,3 +269,43 @@ def _overlaps(cut: list[int], position: int, other: list[int]) -> list[int]:
         max(0, min(stop, first + length) - max(start, first))
         for first, length in zip(offsets(other), other, strict=True)
     ]
+
+
+def gather(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    group: Group,
+    sizes: Sequence[int],
+    inside: Callable[..., torch.Tensor],
+) -> None:
+    """Each row crosses to each other host once, and is gathered there."""
+    row_bytes = math.prod(x.shape[1:]) * x.element_size()
+    crossing = Crossing(group, sizes, row_bytes, "all_gather")
+    for block, shard in crossing.fetched(x):
+        with crossing.naming():
+            block.put(inside(shard, crossing.inside, block.sizes), out)
+
+
+def scatter(
+    x: torch.Tensor,
+    group: Group,
+    sizes: Sequence[int],
+    op: ReduceOp,
+    as_is: bool,
+    inside: Callable[..., torch.Tensor],
+) -> torch.Tensor:
+    """What a host has reduced of the rows of another crosses once, in fp32 if the rows are half
+    precision, unless it is `as_is` or all hosts have but one rank.
+    """
+    add = "sum" if op == "avg" else op
+    in_fp32 = summed_in_fp32(x.dtype, op)
+    wide = in_fp32 and not as_is and max(map(len, group.hosts)) > 1
+    wire = torch.float32 if wide else x.dtype
+    crossing = Crossing(group, sizes, math.prod(x.shape[1:]) * wire.itemsize, "reduce_scatter")
+    for block in (*crossing.foreign, crossing.own):
+        with crossing.naming():
+            total = inside(block.of(x).to(wire), crossing.inside, block.sizes, add)
+        if block is not crossing.own:
+            crossing.give_back(block, total)
+    total = crossing.summed(total, torch.float32 if in_fp32 else x.dtype, add)
+    return (total.div_(group.world_size) if op == "avg" else total).to(x.dtype)

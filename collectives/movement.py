@@ -7,7 +7,8 @@ between the rank that writes them and the ranks that read them:
 
 Reductions do so at any size, as they read the peers' windows in place. Large data that is only
 copied is read straight from the peers' memory where the system allows it (see `direct`). Where
-symmetric memory does not reach, and on GPUs, the process group does it.
+symmetric memory does not reach, and on GPUs, the process group does it. Over several hosts both do:
+see `hosts`.
 
 Each function works along dim 0 and takes `given`, a tensor for the result, or None for a new one,
 and what else is to be `told` to the other ranks: see `exchange`; `as_is`: see `process_groups`.
@@ -25,12 +26,19 @@ import torch
 import torch.distributed as dist
 
 from weft import settings
-from weft.collectives import process_groups
+from weft.collectives import hosts, process_groups
 from weft.collectives.memory import direct
 from weft.collectives.memory.exchange import Exchange, agree, exchange
 from weft.collectives.memory.workspace import workspace
+from weft.collectives.prices import between_hosts
 from weft.collectives.prices.hardware import fabric_of
-from weft.collectives.process_groups import ReduceOp, by_group, sendable
+from weft.collectives.process_groups import (
+    COMBINE,
+    ReduceOp,
+    by_group,
+    sendable,
+    summed_in_fp32,
+)
 from weft.collectives.profiled import profiled
 from weft.collectives.protocols import Collective
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
@@ -71,6 +79,9 @@ def _gather_into(
     way = _way("all_gather", group, x, nbytes, call)
     if way == "generic":
         process_groups.gather(out.split(sizes), x, group)
+        return
+    if way == "hosts":
+        hosts.gather(out, x, group, sizes, gather)
         return
     if way == "triton":
         with _kernels("all_gather", group, call, x, nbytes) as (kernels, ws, config):
@@ -134,6 +145,9 @@ def _scatter_into(
     way = _way("reduce_scatter", group, x, nbytes, call)
     if way == "generic":
         out.copy_(process_groups.scatter(x, group, sizes, op, as_is))
+        return
+    if way == "hosts":
+        out.copy_(hosts.scatter(x, group, sizes, op, as_is, scatter))
         return
     if way == "triton":
         with _kernels("reduce_scatter", group, call, x, nbytes) as (kernels, ws, config):
@@ -221,6 +235,11 @@ def _all_reduce_into(
     if way == "generic":
         out.copy_(process_groups.all_reduce(x, group, op, as_is))
         return
+    if way == "hosts":
+        parts = chunk_sizes(x.numel(), group.world_size)
+        part = hosts.scatter(x.view(-1), group, parts, op, as_is, scatter)
+        hosts.gather(out.view(-1), part, group, parts, gather)
+        return
     if way == "triton":
         if op == "sum" and settings.multimem() and _added_by_switch(out, x, group, call):
             return
@@ -250,20 +269,10 @@ def _terms(ex: Exchange, group: Group, own: torch.Tensor, offset: int) -> list[t
     ]
 
 
-_COMBINE: dict[str, Callable[..., torch.Tensor]] = {
-    "sum": torch.add,
-    "avg": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-    "product": torch.mul,
-}
-
-
 def _reduce_into(out: torch.Tensor, terms: list[torch.Tensor], op: ReduceOp) -> None:
     """out = terms[0] op terms[1] op ..., in this order, rounded once."""
-    combine = _COMBINE[op]
-    half = out.dtype in (torch.float16, torch.bfloat16)
-    if half and op in ("sum", "avg", "product"):
+    combine = COMBINE[op]
+    if summed_in_fp32(out.dtype, op):
         acc = combine(terms[0].float(), terms[1])
     else:
         acc = combine(terms[0], terms[1], out=out)
@@ -378,7 +387,13 @@ def broadcast(
 
 
 def _broadcast_into(out: torch.Tensor, x: torch.Tensor, group: Group, call: Call, src: int) -> None:
-    if _way("broadcast", group, x, x.numel() * x.element_size(), call) == "generic":
+    way = _way("broadcast", group, x, x.numel() * x.element_size(), call)
+    if way == "hosts":
+        held = [x.numel() * (rank == src) for rank in range(group.world_size)]
+        shard = x.view(-1)[: held[group.rank]]
+        hosts.gather(out.view(-1), shard, group, held, gather)
+        return
+    if way == "generic":
         if group.rank == src:
             out.copy_(x)
         by_group(dist.broadcast, group, x.is_cuda, sendable(out), group.ranks[src])
@@ -459,13 +474,14 @@ def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 Moved = Collective | Literal["broadcast"]
-Way = Literal["triton", "host", "generic"]
+Way = Literal["triton", "host", "generic", "hosts"]
 _UNKNOWN_BYTES = 1 << 62  # too many for a kernel
 
 
 def _way(op: Moved, group: Group, x: torch.Tensor, nbytes: int, call: Call) -> Way:
-    """How a collective runs: by kernels, from the host through symmetric memory, or by the process
-    group. `nbytes` is the size of its largest piece, the same on every rank, as the answer must be.
+    """How a collective runs: by kernels, from the host through symmetric memory, by the process
+    group, or in two levels over several hosts. `nbytes` is the size of its largest piece, the same
+    on every rank, as the answer must be.
 
     Process groups neither compare calls nor keep to WEFT_TIMEOUT_S. Where CPU ranks share memory,
     they have met there before, for a tenth of the time that Gloo takes.
@@ -473,7 +489,10 @@ def _way(op: Moved, group: Group, x: torch.Tensor, nbytes: int, call: Call) -> W
     check_all()
     way: Way
     engine = call.where
-    if group.why:
+    if hosts.offered(op, group, x.device):
+        whole = nbytes * group.world_size if op in ("all_gather", "reduce_scatter") else nbytes
+        way, why = between_hosts.choice(op, group, x.device, whole)
+    elif group.why:
         way, why = "generic", group.why
     elif engine == "generic":
         way, why = "generic", "asked for"
@@ -488,7 +507,7 @@ def _way(op: Moved, group: Group, x: torch.Tensor, nbytes: int, call: Call) -> W
         agree(group, op, 0, call=call)
     if way == "generic" and group.on_gpus(x.device):
         group.calls.check()
-    if way == "generic":  # the others tell more: see `Exchange`, `Workspace.call`
+    if way in ("generic", "hosts"):  # the others tell more: see `Exchange`, `Workspace.call`
         group.calls.runs(GENERIC)
     return way
 

@@ -21,10 +21,37 @@ from weft.collectives.ranks.group import Group
 ReduceOp = Literal["sum", "avg", "max", "min", "product"]
 
 # What torch adds up.
-REDUCIBLE = frozenset({
-    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128,
-    torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool,
-})  # fmt: skip
+REDUCIBLE = frozenset(
+    {
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+        torch.int8,
+        torch.uint8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.bool,
+    }
+)
+
+# How our engines reduce.
+COMBINE: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "product": torch.mul,
+}
+
+
+def summed_in_fp32(dtype: torch.dtype, op: ReduceOp) -> bool:
+    """Whether terms of a dtype are reduced in fp32, and rounded once."""
+    return dtype in (torch.float16, torch.bfloat16) and op in ("sum", "avg", "product")
+
 
 _DIST_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -138,8 +165,7 @@ def _total(
 ) -> torch.Tensor:
     """What `reduced` makes of x by `op` as our engines define it, in the dtype of x."""
     # A process group rounds half-precision sums at every step: add in fp32, as our engines do.
-    half = x.dtype in (torch.float16, torch.bfloat16) and op in ("sum", "avg", "product")
-    half &= not as_is
+    half = summed_in_fp32(x.dtype, op) and not as_is
     terms = x.float() if half else x.int() if x.dtype == torch.int16 else x
     out = reduced(terms, _DIST_OPS["sum" if op == "avg" else op])
     if op == "avg":

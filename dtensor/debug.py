@@ -14,7 +14,7 @@ from torch.distributed.tensor.debug._comm_mode import _CommModeModuleTracker
 
 from weft import settings
 from weft.collectives.ranks.group import here
-from weft.dtensor.layout.boxes import Run
+from weft.dtensor.layout.runs import Run
 from weft.dtensor.move.explicit import ExplicitRedistributionContext
 from weft.dtensor.tensor import DTensor
 

@@ -20,7 +20,8 @@ from weft.dtensor.dispatch import discovery
 from weft.dtensor.dispatch.call import Choices, Meta, OpCall, Strategy, rules_of_overloads
 from weft.dtensor.dispatch.dispatch import forget_plans
 from weft.dtensor.fused.context_parallel import context_parallel, context_parallel_unshard
-from weft.dtensor.layout.boxes import Layout, normalize, show
+from weft.dtensor.layout.boxes import Layout
+from weft.dtensor.layout.placements import normalize, show
 from weft.dtensor.tensor import DTensor
 
 __all__ = [

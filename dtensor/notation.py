@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from weft.dtensor.layout.boxes import Placements, is_shard, pieces_of, shard_dim, show
+from weft.dtensor.layout.placements import Placements, is_shard, pieces_of, shard_dim, show
 
 __all__ = [
     "format_colossalai",

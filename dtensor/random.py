@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft.collectives import Group, spanning_group
-from weft.dtensor.layout.boxes import Box, Layout
+from weft.dtensor.layout.boxes import Layout
+from weft.dtensor.layout.runs import Box
 from weft.dtensor.move.transfers import cut_box
 
 if TYPE_CHECKING:

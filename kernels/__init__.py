@@ -13,11 +13,11 @@
     ulysses_attention         attention/ulysses           heads/heads_kernel, heads_grad_kernel
     flash_decode              attention/decode            flash/decode_kernel
     append_to_cache           attention/decode            flash/decode_kernel
-    dispatch_grouped_matmul   experts/dispatch            dispatch_kernel, contract_grouped_kernel
-    grouped_matmul_combine    experts/combine             combine_kernel
+    dispatch_grouped_matmul   experts/dispatch            expert_kernels/dispatch_kernel
+    grouped_matmul_combine    experts/combine             expert_kernels/combine_kernel
 
 From the bottom up: `engine` (what all ops share on the host), `device` (what matmul kernels are
-built from), `matmul`, `norm`, `flash`, `heads`, `attention`,
+built from), `matmul`, `norm`, `flash`, `heads`, `attention`, `expert_kernels`,
 `experts`, `layers`; `custom_ops` registers the
 functions with torch.library, `compile` has all kernels compiled without a GPU.
 """
@@ -50,6 +50,7 @@ from weft.kernels.layers.vocabulary import (
 from weft.kernels.matmul.all_gather import all_gather_matmul
 from weft.kernels.matmul.all_reduce import matmul_all_reduce
 from weft.kernels.matmul.reduce_scatter import matmul_reduce_scatter
+from weft.kernels.norm import custom_ops as _norm_ops  # noqa: F401
 from weft.kernels.norm.all_reduce_norm import all_reduce_residual_rms_norm
 from weft.kernels.norm.rms_norm import reduce_scatter_rms_norm_all_gather
 

@@ -1,11 +1,9 @@
-"""The fused matmuls, and a fused norm, as custom ops, under our names and torch's own.
+"""The fused matmuls as custom ops, under our names and torch's own.
 
     torch.ops.weft.all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce
         the public functions, given the name of a group; traced calls of those come here
     torch.ops.weft.all_gather_matmul_backward, matmul_reduce_scatter_backward
         the gradients that communicate, computed by the engines' own backward
-    torch.ops.weft.reduce_scatter_rms_norm_all_gather, all_reduce_residual_rms_norm
-        the same of what stands between two of them; their gradients are made of other ops
     torch.ops.weft.fused_all_gather_matmul, fused_matmul_reduce_scatter
         with the arguments and results of those of torch.ops.symm_mem
 
@@ -34,6 +32,7 @@ from weft.collectives.custom_ops import (
     needed,
     needed_fake,
     planes,
+    planes_of,
     resized,
     spread,
     world_of,
@@ -41,7 +40,6 @@ from weft.collectives.custom_ops import (
 from weft.collectives.ranks.chunks import chunk_sizes
 from weft.collectives.sizes import even_sizes
 from weft.kernels.engine.engines import choose
-from weft.kernels.engine.fp8 import FP8
 from weft.kernels.engine.local_matmul import as_rows, conjugated, matmul
 from weft.kernels.matmul import all_gather as gather
 from weft.kernels.matmul import all_reduce, reduce_scatter
@@ -51,7 +49,6 @@ from weft.kernels.matmul.gather_engines import (
     generic_backward,
     run_backward,
 )
-from weft.kernels.norm import all_reduce_norm, rms_norm
 
 _ops: Any = torch.ops.weft
 
@@ -59,11 +56,6 @@ _ops: Any = torch.ops.weft
 def _flat(x: torch.Tensor, dim: int) -> torch.Tensor:
     """x as a matrix whose rows run along `dim` first, as the engines take it."""
     return as_rows(x.movedim(dim, 0))
-
-
-def _planes_of(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """x with the strides of `planes(x, dim, ...)`, which the fake kernel promised."""
-    return x.movedim(dim, 0).contiguous().movedim(0, dim)
 
 
 def _rows_dim(x: torch.Tensor, gather_dim: int) -> int:
@@ -86,12 +78,17 @@ def _all_gather_matmul(
     sizes = even_sizes(x, group_name, gather_dim, sizes)
     given = [bias if len(bias) else None for bias in biases] or None
     result = gather.all_gather_matmul(
-        x, weights, group_name, bias=given, gather_dim=gather_dim, sizes=sizes,
+        x,
+        weights,
+        group_name,
+        bias=given,
+        gather_dim=gather_dim,
+        sizes=sizes,
         return_gathered=return_gathered,
-    )  # fmt: skip
+    )
     results = [*result[1], result[0]] if return_gathered else result
-    *ys, last = (_planes_of(y, _rows_dim(x, gather_dim)) for y in results)
-    return [*ys, _planes_of(result[0], gather_dim) if return_gathered else last]
+    *ys, last = (planes_of(y, _rows_dim(x, gather_dim)) for y in results)
+    return [*ys, planes_of(result[0], gather_dim) if return_gathered else last]
 
 
 def _all_gather_matmul_fake(
@@ -166,11 +163,15 @@ def _all_gather_matmul_backward(
         front = x.movedim(gather_dim, 0)
         rows = [size * front.shape[1:-1].numel() for size in sizes]
         given = GatherGradient(
-            _flat(x, gather_dim), weights,
+            _flat(x, gather_dim),
+            weights,
             [_flat(dy, gather_dim).contiguous() for dy in dys],
             None if dgathered is None else _flat(dgathered, gather_dim),
-            group, rows, needs_x, needs_w,
-        )  # fmt: skip
+            group,
+            rows,
+            needs_x,
+            needs_w,
+        )
         dx, dws = run_backward(engine, given)
         dx = None if dx is None else dx.view(front.shape).movedim(0, gather_dim)
     return needed([dx, *dws], [x, *weights], needs)
@@ -186,10 +187,15 @@ def _matmul_reduce_scatter(
     wire_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     y = reduce_scatter.matmul_reduce_scatter(
-        x, w, group_name, bias=bias, scatter_dim=scatter_dim, reduce_op=reduce_op,
+        x,
+        w,
+        group_name,
+        bias=bias,
+        scatter_dim=scatter_dim,
+        reduce_op=reduce_op,
         wire_dtype=wire_dtype,
-    )  # fmt: skip
-    return _planes_of(y, scatter_dim)
+    )
+    return planes_of(y, scatter_dim)
 
 
 def _matmul_reduce_scatter_fake(
@@ -246,9 +252,14 @@ def _matmul_reduce_scatter_backward(
         front = x.movedim(scatter_dim, 0)
         rows = [size * front.shape[1:-1].numel() for size in sizes]
         given = reduce_scatter.ScatterGradient(
-            _flat(x, scatter_dim), w, _flat(dy, scatter_dim).contiguous(), group, rows, average,
+            _flat(x, scatter_dim),
+            w,
+            _flat(dy, scatter_dim).contiguous(),
+            group,
+            rows,
+            average,
             needs,
-        )  # fmt: skip
+        )
         dx, dw, db = reduce_scatter.run_backward(engine, given)
         dx = None if dx is None else dx.view(front.shape).movedim(0, scatter_dim)
     return needed([dx, dw, db], [x, w, w[0]], needs)
@@ -287,84 +298,6 @@ def _matmul_all_reduce_grads(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor |
     return dx, dw, db, None, None, None
 
 
-def _sum_rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    group_name: str,
-    eps: float,
-    dim: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    y, h = rms_norm.reduce_scatter_rms_norm_all_gather(
-        x, weight, group_name, residual=residual, eps=eps, dim=dim
-    )
-    return _planes_of(y, dim), _planes_of(h, dim)
-
-
-def _sum_rms_norm_fake(
-    x: torch.Tensor, weight: Any, residual: Any, group_name: str, eps: float, dim: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    rank, world_size = world_of(group_name)
-    length = chunk_sizes(x.shape[dim], world_size)[rank]
-    return planes(x, x.shape, dim), planes(x, resized(x, dim, length), dim)
-
-
-def _sum_rms_norm_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, _, group_name, eps, dim = inputs
-    ctx.save_for_backward(output[1], weight)
-    sizes = chunk_sizes(x.shape[dim], world_of(group_name)[1])
-    ctx.call = rms_norm.NormCall(group_name, sizes, eps, dim)
-
-
-def _sum_rms_norm_grads(
-    ctx: Any, dy: torch.Tensor, dh: torch.Tensor
-) -> tuple[torch.Tensor | None, ...]:
-    h, weight = ctx.saved_tensors
-    needs = ctx.needs_input_grad[:3]
-    return *ctx.call.gradients(h, weight, dy, dh, needs), None, None, None
-
-
-def _all_reduce_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    group_name: str,
-    eps: float,
-    quantize: Any = None,
-) -> list[torch.Tensor]:
-    return list(
-        all_reduce_norm.all_reduce_residual_rms_norm(
-            x, residual, weight, group_name, eps=eps, quantize=quantize
-        )
-    )
-
-
-def _all_reduce_norm_fake(
-    x: torch.Tensor, residual: Any, weight: Any, group_name: str, eps: float, quantize: Any = None
-) -> list[torch.Tensor]:
-    h = x.new_empty(x.shape)
-    if quantize is None:
-        return [x.new_empty(x.shape), h]
-    scale = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
-    return [x.new_empty(x.shape, dtype=FP8), h, scale]
-
-
-def _all_reduce_norm_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, _, weight, group_name, eps, _ = inputs
-    ctx.save_for_backward(output[1], weight)
-    ctx.call = rms_norm.NormCall(group_name, [], eps, 0, whole=True)
-
-
-def _all_reduce_norm_grads(
-    ctx: Any, grads: list[torch.Tensor | None]
-) -> tuple[torch.Tensor | None, ...]:
-    h, weight = ctx.saved_tensors
-    dy, dh = (torch.zeros_like(h) if grad is None else grad for grad in grads)
-    needs_x, needs_residual, needs_weight = ctx.needs_input_grad[:3]
-    dx, dw, dr = ctx.call.gradients(h, weight, dy, dh, (needs_x, needs_weight, needs_residual))
-    return dx, dr, dw, None, None, None
-
-
 def _fused_all_gather_matmul(
     A: torch.Tensor,
     Bs: list[torch.Tensor],
@@ -388,49 +321,39 @@ define(
     "all_gather_matmul(Tensor x, Tensor[] weights, Tensor[] biases, str group_name, "
     "int gather_dim=0, SymInt[]? sizes=None, bool return_gathered=False, "
     "bool keep_gathered=False) -> Tensor[]",
-    _all_gather_matmul, _all_gather_matmul_fake,
-)  # fmt: skip
+    _all_gather_matmul,
+    _all_gather_matmul_fake,
+)
 define(
     "all_gather_matmul_backward(Tensor x, Tensor[] weights, Tensor[] dys, Tensor? dgathered, "
     "str group_name, int gather_dim, SymInt[] sizes, bool[] needs) -> Tensor[]",
     _all_gather_matmul_backward,
     lambda x, weights, *rest: needed_fake([x, *weights], rest[-1]),
-)  # fmt: skip
+)
 differentiate("all_gather_matmul", _all_gather_matmul_setup, _all_gather_matmul_grads)
 
 define(
     "matmul_reduce_scatter(Tensor x, Tensor w, Tensor? bias, str group_name, "
     "int scatter_dim=0, str reduce_op='sum', ScalarType? wire_dtype=None) -> Tensor",
-    _matmul_reduce_scatter, _matmul_reduce_scatter_fake,
-)  # fmt: skip
+    _matmul_reduce_scatter,
+    _matmul_reduce_scatter_fake,
+)
 define(
     "matmul_reduce_scatter_backward(Tensor x, Tensor w, Tensor dy, str group_name, "
     "int scatter_dim, bool average, bool[] needs) -> Tensor[]",
     _matmul_reduce_scatter_backward,
     lambda x, w, *rest: needed_fake([x, w, w[0]], rest[-1]),
-)  # fmt: skip
+)
 differentiate("matmul_reduce_scatter", _matmul_reduce_scatter_setup, _matmul_reduce_scatter_grads)
 
 define(
     "matmul_all_reduce(Tensor x, Tensor w, Tensor? bias, str group_name, "
     "str reduce_op='sum', ScalarType? wire_dtype=None) -> Tensor",
-    _matmul_all_reduce, _matmul_all_reduce_fake,
-)  # fmt: skip
+    _matmul_all_reduce,
+    _matmul_all_reduce_fake,
+)
 differentiate("matmul_all_reduce", _matmul_all_reduce_setup, _matmul_all_reduce_grads)
 
-define(
-    "reduce_scatter_rms_norm_all_gather(Tensor x, Tensor? weight, Tensor? residual, "
-    "str group_name, float eps, int dim=0) -> (Tensor, Tensor)",
-    _sum_rms_norm, _sum_rms_norm_fake,
-)  # fmt: skip
-differentiate("reduce_scatter_rms_norm_all_gather", _sum_rms_norm_setup, _sum_rms_norm_grads)
-
-define(
-    "all_reduce_residual_rms_norm(Tensor x, Tensor? residual, Tensor? weight, str group_name, "
-    "float eps, str? quantize=None) -> Tensor[]",
-    _all_reduce_norm, _all_reduce_norm_fake,
-)  # fmt: skip
-differentiate("all_reduce_residual_rms_norm", _all_reduce_norm_setup, _all_reduce_norm_grads)
 
 compose(
     "fused_all_gather_matmul(Tensor A, Tensor[] Bs, int gather_dim, str group_name, *, "

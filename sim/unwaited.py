@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.collectives.device import signals
+from weft.collectives.device import signals, waits
 
 # What kernels may lack, and how figures call what is left.
 PARTS = {"waits": "without waits", "status": "without status"}
@@ -44,6 +44,7 @@ def _end(signal_ptrs, rank, generation):
 
 def leave_out(part: str) -> None:
     """Have kernels lack a part of `PARTS`, and those before it."""
-    signals._wait, signals.wait_for_lanes = _come, _all_come
+    waits._wait = _come
+    signals.wait_for_lanes = waits.wait_for_lanes = _all_come
     if part == "status":
         signals.failed, signals.end_call = _never, _end

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.collectives import chunk_sizes
-from weft.kernels.experts.expert_tiles import RowTable
+from weft.kernels.expert_kernels.expert_tiles import RowTable
 
 
 @dataclass

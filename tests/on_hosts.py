@@ -1,6 +1,7 @@
 """What ranks on real hosts run, under `tests/hosts.sh`: one part, named by the first argument.
 
 layer    a training step of two fused matmuls, beside the flat process group's
+bytes    what the collectives send between hosts, against the least that they could
 lost     all ranks of the last host are killed: the others must say so within the bound
 mlp      TOKENS HIDDEN FFN RUNS: times of two levels and of the flat process group, in turn, forward
          and backward of a ReLU MLP in fp32, and what a host sends in each
@@ -8,18 +9,31 @@ mlp      TOKENS HIDDEN FFN RUNS: times of two levels and of the flat process gro
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 import weft
 from weft.collectives import resolve
+from weft.collectives.prices import between_hosts
+from weft.dtensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
 
 
 def step(engine: weft.settings.Engine) -> list[torch.Tensor]:
@@ -63,6 +77,43 @@ def sent_mib() -> float:
     return int(link.split(":")[1].split()[8]) / 2**20
 
 
+def bytes_sent() -> None:
+    """Of 2 x 2 ranks: x is 4 MiB on each, or in all of them together where it is gathered."""
+    x, quarter, q = torch.ones(4, 1 << 18), torch.ones(1, 1 << 18), torch.ones(1, 1, 1024, 64)
+    mesh = init_device_mesh("cpu", (4,))
+    sharded = distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None)
+    terms = DTensor.from_local(x, mesh, [Partial()])
+    # What a host must send, in MiB: what the other lacks, and its sums of the other's part. The
+    # first one's queries see none of the other's keys.
+    calls: dict[str, tuple[float, Callable[[], object]]] = {
+        "all_gather": (2, lambda: weft.collectives.all_gather(quarter, sizes=[1] * 4)),
+        "reduce_scatter": (2, lambda: weft.collectives.reduce_scatter(x)),
+        "all_reduce": (4, lambda: weft.collectives.all_reduce(x)),
+        "all_to_all": (4, lambda: weft.collectives.all_to_all(x)),
+        "broadcast": (4, lambda: weft.collectives.broadcast(x)),
+        "causal attention": (
+            1,
+            lambda: weft.ring_attention(q, q, q, causal=True, sizes=[1024] * 4),
+        ),
+        "Shard -> Replicate": (2, lambda: sharded.redistribute(placements=[Replicate()])),
+        "Partial -> Shard": (2, lambda: terms.redistribute(placements=[Shard(0)])),
+        "Partial -> Replicate": (4, lambda: terms.redistribute(placements=[Replicate()])),
+    }
+    for name, (least, call) in calls.items():
+        sent = []
+        for _ in range(4):
+            dist.barrier()
+            before = sent_mib()
+            dist.barrier()  # or others would have begun
+            call()
+            dist.barrier()
+            sent.append(sent_mib() - before)
+        if dist.get_rank() == 0:  # where broadcast is from
+            print(f"{name}: {min(sent):.2f} MiB, {least} at least", flush=True)
+            # Frames have heads, those who receive answer, and now and then TCP sends again.
+            assert min(sent) < 1.06 * least + 0.1, name
+
+
 def mlp() -> None:
     rank, W = dist.get_rank(), dist.get_world_size()
     tokens, hidden, ffn, runs = map(int, sys.argv[2:])
@@ -94,7 +145,10 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     print(f"hosts: {resolve(None).hosts}", flush=True)
-    {"layer": layer, "lost": lost, "mlp": mlp}[sys.argv[1]]()
+    parts = {"layer": layer, "lost": lost, "mlp": mlp, "bytes": bytes_sent}
+    always = patch.object(between_hosts, "_flat", lambda *_: between_hosts.Line(math.inf, 0.0))
+    with nullcontext() if sys.argv[1] == "mlp" else always:
+        parts[sys.argv[1]]()
     dist.barrier()
     dist.destroy_process_group()
     print("all is well", flush=True)

@@ -28,7 +28,7 @@ from weft.kernels.device import summed_tiles
 from weft.kernels.device.partial_sums import wire_of
 from weft.kernels.engine.chips import INTERPRETER
 from weft.kernels.engine.fp8 import magnitudes, quantized
-from weft.kernels.experts import expert_launch
+from weft.kernels.expert_kernels import combine_launch, dispatch_launch, few_tokens_launch
 from weft.kernels.flash import decode_kernel, ring_grad_kernel, ring_kernel
 from weft.kernels.flash.geometry import Geometry, Visibility
 from weft.kernels.heads import heads_grad_kernel, heads_kernel
@@ -60,7 +60,9 @@ class Modules:
     heads_backward: Any = heads_grad_kernel
     decode: Any = decode_kernel
     norm: Any = rms_norm_launch
-    experts: Any = expert_launch
+    dispatching: Any = dispatch_launch
+    combining: Any = combine_launch
+    few: Any = few_tokens_launch
 
 
 OURS = Modules()
@@ -489,7 +491,7 @@ def dispatched(
     table, own = told.table(rank), told.own(rank)
     xs = [matrix(t, K, r) for r, t in enumerate(told.tokens)]
     w = torch.stack([matrix(K, N, 50 + e) for e in own])
-    config = ours.experts.dispatch_config(16, N, torch.float32, W, INTERPRETER)
+    config = ours.dispatching.dispatch_config(16, N, torch.float32, W, INTERPRETER)
     config = replace(config, copy_programs=2, programs=4, chunk_rows=2, copy_m=2)
     if direct:
         config = replace(config, copy_programs=0)
@@ -502,7 +504,7 @@ def dispatched(
         numbers = [
             torch.arange(2.0 * t).view(t, 2) + 100 * r + call for r, t in enumerate(told.tokens)
         ]
-        made = ours.experts.launch_dispatch(
+        made = ours.dispatching.launch_dispatch(
             xs[rank] * 2**call,
             [w],
             ws,
@@ -526,7 +528,34 @@ def dispatched_in_fp8(rank: int, ours: Modules = OURS) -> None:
     dispatched(rank, ours, quantize=True)
 
 
-def combined(rank: int, ours: Modules = OURS) -> None:
+def few_dispatched(rank: int, ours: Modules = OURS) -> None:
+    """Two senders, two clerks, two programs that multiply; the tables that are made, too."""
+    W, K, N = resolve(None).world_size, 20, 5
+    told = routed(W)
+    ws = workspace(None, 1 << 12, channel="few")
+    table, own = told.table(rank), told.own(rank)
+    xs = [matrix(t, K, r) for r, t in enumerate(told.tokens)]
+    w = torch.stack([matrix(K, N, 50 + e) for e in own])
+    config = ours.few.few_config(4, N, torch.float32, 3, 2, W, INTERPRETER)
+    config = replace(config, programs=6, roles=replace(config.roles, senders=2, clerks=2))
+    pairs = [*zip(table.ranks.tolist(), table.slots.tolist(), strict=True)]
+    counts = table.ends.diff(prepend=table.ends.new_zeros(1))
+    of = torch.arange(2).repeat_interleave(counts)
+    want = torch.stack([xs[r][s // 2] @ w[e] for (r, s), e in zip(pairs, of, strict=True)])
+    ids = torch.cat(told.ids).flatten()
+    for call in range(CALLS):
+        made = ours.few.launch_few_tokens(
+            xs[rank] * 2**call, told.ids[rank], [w], ws, told.tokens, [2] * W, config=config
+        )
+        for got, column in zip(made.table, table, strict=True):
+            assert torch.equal(got[: len(column)], column)
+        torch.testing.assert_close(made.ys[0][: len(want)], want * 2**call)
+        assert torch.equal(made.load, ids[ids >= 0].bincount(minlength=2 * W))
+        assert torch.equal(made.counts.sum(0), counts)
+
+
+def combined(rank: int, ours: Modules = OURS, few: bool = False) -> None:
+    """By the two launches of many tokens, or of few by one, in which two programs add up."""
     W, N, H = resolve(None).world_size, 4, 40
     told = routed(W)
     ws = workspace(None, 1 << 13, channel="combined")
@@ -534,6 +563,9 @@ def combined(rank: int, ours: Modules = OURS) -> None:
     hs = [matrix(len(table.ranks), N, r) for r, table in enumerate(tables)]
     w = torch.stack([matrix(N, H, 50 + e) for e in range(2 * W)])
     gates = matrix(told.tokens[rank], 2, 9)
+    config = ours.combining.combine_config(4, H, torch.float32, INTERPRETER)
+    if few:
+        config = replace(config, programs=4, weighers=2)
     want = torch.zeros(told.tokens[rank], H)
     for r, table in enumerate(tables):
         of = torch.bucketize(torch.arange(len(hs[r])), table.ends, right=True)
@@ -541,7 +573,7 @@ def combined(rank: int, ours: Modules = OURS) -> None:
             slot = int(table.slots[p])
             want[slot // 2] += gates.flatten()[slot] * (hs[r][p] @ w[told.own(r)[of[p]]])
     for call in range(CALLS):
-        y = ours.experts.launch_combine(
+        y = ours.combining.launch_combine(
             [hs[rank] * (call + 1)],
             [w[2 * rank : 2 * rank + 2]],
             ws,
@@ -550,8 +582,13 @@ def combined(rank: int, ours: Modules = OURS) -> None:
             told.ids[rank],
             2 * W,
             topk_weights=gates,
+            config=config,
         )
         torch.testing.assert_close(y, want * (call + 1), rtol=1e-4, atol=1e-4)
+
+
+def few_combined(rank: int, ours: Modules = OURS) -> None:
+    combined(rank, ours, few=True)
 
 
 KERNELS: dict[str, Callable[..., None]] = {
@@ -576,6 +613,8 @@ KERNELS: dict[str, Callable[..., None]] = {
     "dispatch to experts": dispatched,
     "dispatch to experts in fp8": dispatched_in_fp8,
     "combine of experts": combined,
+    "dispatch of few tokens": few_dispatched,
+    "combine of few tokens": few_combined,
 }
 
 COLLECTIVES: dict[str, Callable[..., None]] = {

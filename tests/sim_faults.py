@@ -13,7 +13,7 @@ import triton.language as tl
 from sim_cases import COLLECTIVES, KERNELS
 
 from weft import sim
-from weft.collectives.device import signals
+from weft.collectives.device import addresses, signals, waits
 from weft.kernels.device import copies, gathered_rows, gathered_tiles, gathers, splits, tiles
 from weft.kernels.matmul import (
     all_gather_kernel,
@@ -36,6 +36,7 @@ WHOLE_NORMS = ("norm of whole sums, one shot", "norm of whole sums, two shots")
 HEADS = ("attention by heads", "attention by heads, backward")
 BACKWARD = RINGS[1:]
 EXPERTS = ("dispatch to experts", "dispatch to experts in fp8", "combine of experts")
+FEW = ("dispatch of few tokens", "combine of few tokens")
 
 
 def but(*cases: str) -> tuple[str, ...]:
@@ -102,21 +103,21 @@ IN_SIGNALS = [
     ),
     fault(
         "a wait that acquires nothing",
-        signals,
+        waits,
         ACQUIRE,
         ACQUIRE.replace("acquire", "relaxed"),
         EVERY,
     ),
     fault(
         "a wait at the scope of one device",
-        signals,
+        waits,
         ACQUIRE,
         ACQUIRE.replace("=scope", '="gpu"'),
         EVERY,
     ),
     Fault(
         "no wait for peers",
-        signals,
+        waits,
         (
             ("arrived = wait(own_pad, slot, generation, timeout_ns)", "arrived = True"),
             ("missing = awaited\n", "missing = awaited & (value < 0)\n"),
@@ -125,15 +126,15 @@ IN_SIGNALS = [
     ),
     Fault(
         "a wait for the generation before",
-        signals,
+        waits,
         ((WAIT, f"generation -= 1\n    {WAIT}"), (WAIT_PEERS, BEFORE + WAIT_PEERS)),
-        EVERY,
+        but(*FEW),
     ),
     Fault(
         "a wait for the generation after",
-        signals,
+        waits,
         ((WAIT, f"generation += 1\n    {WAIT}"), (WAIT_PEERS, AFTER + WAIT_PEERS)),
-        EVERY,
+        but(*FEW),
         DEADLOCK,
         message="should have signalled",
     ),
@@ -142,7 +143,7 @@ IN_SIGNALS = [
         signals,
         f"{SIGNAL_PEERS}\n    signal(words, generation, lanes < WORLD_SIZE - 1)",
         f"{SIGNAL_PEERS}\n    signal(words, generation, lanes < WORLD_SIZE - 2)",
-        but("reduce-scatter"),
+        but("reduce-scatter", *FEW),
         DEADLOCK,
     ),
     fault(
@@ -150,19 +151,19 @@ IN_SIGNALS = [
         signals,
         SIGNAL_PEERS,
         SIGNAL_PEERS.replace("peers", "(peers + 1) % WORLD_SIZE"),
-        but("reduce-scatter"),
+        but("reduce-scatter", *FEW),
         DEADLOCK,
     ),
     fault(
         "one peer is not waited for",
-        signals,
+        waits,
         "words, peers, lanes < WORLD_SIZE - 1, rank",
         "words, peers, lanes < WORLD_SIZE - 2, rank",
-        but(*GATHERS, "ring attention"),
+        but(*GATHERS, *FEW, "ring attention"),
     ),
     fault(
         "one half for all calls",
-        signals,
+        addresses,
         "(generation & 1)",
         "(generation & 0)",
         but(*REDUCES[1:], *SUMS[1:], *BACKWARD, *HEADS, *NORMS[1:], *WHOLE_NORMS[1:]),

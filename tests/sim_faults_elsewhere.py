@@ -11,6 +11,7 @@ from sim_faults import (
     DECODING,
     EXCHANGES,
     EXPERTS,
+    FEW,
     HEADS,
     NORMS,
     PULLS,
@@ -24,7 +25,14 @@ from sim_faults import (
 from weft.collectives import movement
 from weft.collectives.kernels import kernel_collectives, pieces, pull
 from weft.collectives.memory import direct
-from weft.kernels.experts import combine_kernel, dispatch_kernel, pulled_rows
+from weft.kernels.expert_kernels import (
+    combine_kernel,
+    dispatch_kernel,
+    few_tokens,
+    hand_over,
+    pulled_rows,
+    weigh_kernel,
+)
 from weft.kernels.flash import decode_kernel, ring_dkv, ring_keys
 from weft.kernels.heads import head_dkv, heads_kernel
 from weft.kernels.matmul import copy_engines
@@ -431,18 +439,81 @@ IN_EXPERTS = [
     ),
     fault(
         "results are weighed before they have come",
-        combine_kernel,
+        weigh_kernel,
         "came = signals.wait_for_peers(",
         "came = rank < WORLD_SIZE or signals.wait_for_peers(",
         COMBINE,
     ),
     fault(
         "a result without an expert counts",
-        combine_kernel,
+        weigh_kernel,
         "used = (ids >= 0) & (ids < experts)",
         "used = ids < experts",
         COMBINE,
         (RACE, AssertionError),
+    ),
+    fault(
+        "the table of few tokens is made before all ids have come",
+        few_tokens,
+        "came = wait_for_all_ranks(link, rank, generation, W, SENDERS)",
+        "came = True",
+        FEW[:1],
+        (RACE, AssertionError),
+    ),
+    fault(
+        "tiles of few tokens do not wait for the table",
+        few_tokens,
+        "came = signals.wait_for_own(",
+        "came = rank < W or signals.wait_for_own(",
+        FEW[:1],
+        (RACE, BOUNDS, AssertionError),
+    ),
+    fault(
+        "few tokens are not sent to the first expert of a rank",
+        few_tokens,
+        "(ids >= first) & (ids < after)",
+        "(ids > first) & (ids < after)",
+        FEW[:1],
+        (RACE, AssertionError),
+    ),
+    fault(
+        "few tokens are read in the other half",
+        pulled_rows,
+        "link.buffer_ptrs, pull.rank, pull.generation, link",
+        "link.buffer_ptrs, pull.rank, pull.generation + 1, link",
+        FEW[:1],
+        (RACE, AssertionError),
+    ),
+    fault(
+        "slots of few tokens are numbered through all ranks",
+        few_tokens,
+        "numbers % (pull.most * ROLES.top_k)",
+        "numbers",
+        FEW[:1],
+        AssertionError,
+    ),
+    fault(
+        "results of few tokens are weighed before all have come",
+        few_tokens,
+        "came = wait_for_all_ranks(link, rank, generation, V.world_size, PUSHERS)",
+        "came = True",
+        FEW[1:],
+    ),
+    fault(
+        "readers wait for the first writer of each rank",
+        hand_over,
+        "lanes // WRITERS == ranks",
+        "(lanes // WRITERS == ranks) & (lanes % WRITERS == 0)",
+        FEW,
+        (RACE, AssertionError),
+    ),
+    fault(
+        "a writer does not tell its own rank",
+        hand_over,
+        "signals.signal(words, generation, lanes < WORLD_SIZE)",
+        "signals.signal(words, generation, lanes < WORLD_SIZE - 1)",
+        FEW,
+        DEADLOCK,
     ),
 ]
 

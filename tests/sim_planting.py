@@ -30,7 +30,7 @@ from sim_faults_elsewhere import (
 
 from weft import sim
 from weft.collectives import movement
-from weft.collectives.device import signals
+from weft.collectives.device import addresses, failures, signals, waits
 from weft.collectives.kernels import kernel_collectives, pieces
 from weft.kernels.device import (
     copies,
@@ -44,7 +44,15 @@ from weft.kernels.device import (
     summed_tiles,
     tiles,
 )
-from weft.kernels.experts import combine_kernel, dispatch_kernel, expert_tiles, pulled_rows
+from weft.kernels.expert_kernels import (
+    combine_kernel,
+    dispatch_kernel,
+    expert_tiles,
+    few_tokens,
+    hand_over,
+    pulled_rows,
+    weigh_kernel,
+)
 from weft.kernels.flash import (
     grad_tiles,
     ring_call,
@@ -64,6 +72,9 @@ RANKS, SCHEDULES = 3, 200
 PAGE = "docs/sim_faults.md"
 # What the kernels are made of: each imports those before it only.
 PARTS = (
+    addresses,
+    failures,
+    waits,
     signals,
     pieces,
     kernel_collectives,
@@ -80,7 +91,10 @@ PARTS = (
     expert_tiles,
     pulled_rows,
     dispatch_kernel,
+    hand_over,
     combine_kernel,
+    weigh_kernel,
+    few_tokens,
     team_rows,
     rms_norm_kernel,
     summed_tiles,

@@ -87,10 +87,17 @@ def variables() -> list[tuple[str, str, str]]:
 
 def environment_page() -> str:
     """The table of environment variables."""
-    rows = [f"| `{name}` | {text.replace('|', '/')} | {default} |"
-            for name, text, default in variables()]  # fmt: skip
-    head = ["# Environment variables", "", "Read when they are used; an empty one counts as not "
-            "set. More on each: [ops.md](ops.md#environment).", ""]  # fmt: skip
+    rows = [
+        f"| `{name}` | {text.replace('|', '/')} | {default} |"
+        for name, text, default in variables()
+    ]
+    head = [
+        "# Environment variables",
+        "",
+        "Read when they are used; an empty one counts as not "
+        "set. More on each: [ops.md](ops.md#environment).",
+        "",
+    ]
     return "\n".join([*head, "| variable | meaning | default |", "| --- | --- | --- |", *rows, ""])
 
 

@@ -251,10 +251,15 @@ class Slice:
     def _process(self, step: str, cases: list[str], until: float) -> int:
         """One process of a step, until it ends or its time is up. Its status."""
         plan = StepPlan(
-            step, tuple(cases), str(self.folder), self._scratch, self.device, self.quick,
+            step,
+            tuple(cases),
+            str(self.folder),
+            self._scratch,
+            self.device,
+            self.quick,
             until - time.monotonic() + time.time() - 1,
             self._chosen() if step == "compile" else (),
-        )  # fmt: skip
+        )
         variables = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
         variables["WEFT_TIMEOUT_S"] = str(STEPS[step].timeout_s)
         variables["PYTHONUNBUFFERED"] = "1"
@@ -364,9 +369,11 @@ def _parser() -> argparse.ArgumentParser:
         "--out", type=Path, metavar="DIR", help="where results are kept (--resume, out/gpu)"
     )
     parser.add_argument(
-        "--resume", type=Path, metavar="DIR",
+        "--resume",
+        type=Path,
+        metavar="DIR",
         help="go on from the results in DIR; with --out, from a copy of them there",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--only", nargs="+", choices=list(STEPS), metavar="STEP", help="these steps"
     )
@@ -374,20 +381,25 @@ def _parser() -> argparse.ArgumentParser:
         "--skip", nargs="+", choices=list(STEPS), default=[], metavar="STEP", help="all but these"
     )
     parser.add_argument(
-        "--case", nargs="+", metavar="NAME",
+        "--case",
+        nargs="+",
+        metavar="NAME",
         help="these cases, or all whose names have this in them, again if they have passed",
-    )  # fmt: skip
+    )
     parser.add_argument("--list", action="store_true", help="print the steps and their cases")
     parser.add_argument("--quick", action="store_true", help="few cases, small sizes")
     parser.add_argument(
-        "--device", choices=["cuda", "cpu"], default="cuda",
+        "--device",
+        choices=["cuda", "cpu"],
+        default="cuda",
         help="cpu: a rehearsal with interpreted kernels; use with --quick",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--publish", action="store_true",
+        "--publish",
+        action="store_true",
         help="then copy figures into bench/results, tuned launches into kernels/tuned, the page to "
         "docs; without a GPU, of the results in DIR",
-    )  # fmt: skip
+    )
     return parser
 
 
@@ -436,8 +448,14 @@ def main(argv: Sequence[str] | None = None, begun: float | None = None) -> int:
     log = Log(folder / "log.txt", begun)
     until = begun + 60 * args.minutes - _MARGIN_S
     this = Slice(
-        folder, args.device, args.quick, until, log, wanted, bool(args.case),
-    )  # fmt: skip
+        folder,
+        args.device,
+        args.quick,
+        until,
+        log,
+        wanted,
+        bool(args.case),
+    )
     log(f"make gpu: {shlex.join(sys.argv[1:] if argv is None else argv)}: results in {folder}")
     if missing := [name for name in ("pytest_benchmark", "rich") if not _is_there(name)]:
         log(f"without {' and '.join(missing)}: no bars, no statistics of rounds; else the same")

@@ -282,14 +282,14 @@ def _decode(place: Place, *, shard: str) -> RankCall:
     return RankCall(inputs, op, oracle, 4e-2)
 
 
-def _experts(place: Place, *, quantize: Quantize | None = None) -> RankCall:
+def _experts(place: Place, *, quantize: Quantize | None = None, few: bool = False) -> RankCall:
     """A mixture of two experts a rank: dispatch with SwiGLU, combine, and their gradients."""
-    W, T, K, N = place.world_size, 64, 256, 192
+    W, T, K, N = place.world_size, 64 if few else 320, 256, 192
     if place.small:
         T, K, N = 5, 32, 24
     E, own = 2 * W, slice(2 * place.rank, 2 * place.rank + 2)
     ids = [place.drawn(700 + r, T, 2).abs().mul(8).long() % (E + 1) - 1 for r in range(W)]
-    routing = route(ids[place.rank], E)
+    routing = ids[place.rank] if few else route(ids[place.rank], E)
     xs = [[place.drawn(10 * i + r, T, K) for r in range(W)] for i in range(SETS)]
     if quantize:  # rows that it leaves as they are
         for each in xs:
@@ -302,10 +302,10 @@ def _experts(place: Place, *, quantize: Quantize | None = None) -> RankCall:
 
     def op(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Tensors:
         leaves = [t.detach().requires_grad_() for t in (x, gates[place.rank], gate, up, down)]
-        h, _ = weft.dispatch_grouped_matmul(
+        h, found = weft.dispatch_grouped_matmul(
             leaves[0], routing, leaves[2:4], activation="swiglu", quantize=quantize
         )
-        y = weft.grouped_matmul_combine(h, leaves[4], leaves[1], routing)
+        y = weft.grouped_matmul_combine(h, leaves[4], leaves[1], found)
         return [y.detach(), *torch.autograd.grad(y, leaves, dys[place.rank])]
 
     def oracle(i: int) -> Tensors:
@@ -385,6 +385,7 @@ CALLS: dict[str, Callable[[Place], RankCall]] = {
     "matmul_all_reduce-few": partial(_sums, name="matmul_all_reduce", rows=4),
     "norm": _norm,
     "experts": _experts,
+    "experts-few": partial(_experts, few=True),
     "experts-fp8": partial(_experts, quantize="fp8"),
     "ring_attention": partial(_attention, name="ring_attention"),
     "ring_attention-host": partial(_attention, name="ring_attention", engine="host"),

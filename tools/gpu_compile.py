@@ -136,10 +136,12 @@ def _calls(step: str, plan: StepPlan) -> list[Unit]:
         if not call.endswith("-host")  # torch's kernels, whose ranks wait for one another
     )
     return [
-        (f"{call}, {W} {'processes' if whole else 'threads'}",
-         partial(of_call, call, W, plan.device, whole))
+        (
+            f"{call}, {W} {'processes' if whole else 'threads'}",
+            partial(of_call, call, W, plan.device, whole),
+        )
         for W, call in work
-    ]  # fmt: skip
+    ]
 
 
 def of_call(call: str, W: int, kind: Literal["cuda", "cpu"], whole: bool) -> None:

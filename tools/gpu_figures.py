@@ -157,17 +157,24 @@ def suites(plan: StepPlan, report: GpuReport) -> None:
             if not why and plan.device == "cuda" and kernel and not kernel.ok:
                 why = f"triton: {kernel.failure}"
             report.end(
-                case.name, "failed" if why else "passed", time.monotonic() - started[0], why,
+                case.name,
+                "failed" if why else "passed",
+                time.monotonic() - started[0],
+                why,
                 row=case.as_dict(),
-            )  # fmt: skip
+            )
 
         every = suites_of(plan.step)  # imported before the time counts
         try:
             with time_limit(time.monotonic() + report.left_s - 3):
                 results = runner.run(
-                    every, each, on_case=keep, on_begin=begin, wanted=wanted,
+                    every,
+                    each,
+                    on_case=keep,
+                    on_begin=begin,
+                    wanted=wanted,
                     around=partial(_noting, plan.scratch),
-                )  # fmt: skip
+                )
         except KeyboardInterrupt:  # before the first case
             return
         if any(result.interrupted for result in results):

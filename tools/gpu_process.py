@@ -172,10 +172,14 @@ def _sanitized(plan: StepPlan, seconds: float) -> None:
     ]
     try:
         done = subprocess.run(
-            command, env=_apart() | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+            command,
+            env=_apart() | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
             timeout=seconds,
-        )  # fmt: skip
+        )
     except subprocess.TimeoutExpired:
         raise ImpossibleError(f"not done within {seconds:.0f} s") from None
     text = done.stdout[-_WHY_CHARACTERS:]
@@ -204,9 +208,13 @@ def _processes(plan: StepPlan, report: GpuReport) -> None:
 
     try:
         launch(
-            2, _process, plan, device=plan.device, on_progress=hear,
+            2,
+            _process,
+            plan,
+            device=plan.device,
+            on_progress=hear,
             stall_s=case_s(plan.step, "", plan.device),
-        )  # fmt: skip
+        )
     except RankError as error:
         name, at = begun[-1] if begun else (plan.cases[0], time.monotonic())
         report.end(name, "failed", time.monotonic() - at, str(error))

@@ -35,8 +35,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )[0]
     print(f"{options.ranks} ranks of {options.threads} threads on {options.device}")
     for name, rate in after["flops"].items():
-        _show(f"matmul {name.removeprefix('torch.')}", "GFLOP/s", 1e-3, rate,
-              (before or {}).get("flops", {}).get(name), "all ranks at once")  # fmt: skip
+        _show(
+            f"matmul {name.removeprefix('torch.')}",
+            "GFLOP/s",
+            1e-3,
+            rate,
+            (before or {}).get("flops", {}).get(name),
+            "all ranks at once",
+        )
     for name, (unit, scale, meaning) in _MEANING.items():
         _show(name, unit, scale, after[name], (before or {}).get(name), meaning)
     print(f"kept in {path}")

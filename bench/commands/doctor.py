@@ -1,8 +1,9 @@
 """`weft doctor`: what this machine has, how weft can use it, and what is missing.
 
 The exit status is 0 if fused ops can run on two or more ranks of this machine, through symmetric
-memory and with right results; 1 if they cannot. With --flight it tells instead what the ranks of
-a run have called last; 2 if that cannot be read.
+memory and with right results; 1 if they cannot. Started by torchrun, it looks at all ranks of that
+run instead: their hosts, what differs between them, and the network. With --flight it tells what
+the ranks of a run have called last; 2 if that cannot be read.
 """
 
 from __future__ import annotations
@@ -59,19 +60,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--ranks", type=several, default=2, metavar="W", help="ranks to try with (2)"
     )
     parser.add_argument(
-        "--flight", type=Path, metavar="DIR",
+        "--flight",
+        type=Path,
+        metavar="DIR",
         help="the last calls of all ranks side by side: DIR is their $WEFT_FLIGHT_DIR",
-    )  # fmt: skip
+    )
     args = parser.parse_args(argv)
     if args.flight is not None:
         return _flight(args.flight)
+    from weft.bench.commands import across
+
+    rank, found = 0, list[tuple[str, list[Finding]]]()
+    if across.in_a_run():
+        rank, found = across.sections()
+        found = [("versions", _versions()), ("settings", _settings()), *found]
+    else:
+        found = sections(args.ranks)
     bad, lacking = 0, False
-    for title, findings in sections(args.ranks):
+    for title, findings in found if rank == 0 else []:
         print(title)
         for finding in findings:
             print(f"  {finding}")
             bad += finding.mark == "!!"
             lacking |= finding.what == _DRAWN and finding.mark == "--"
+    if rank > 0:
+        return 0
     print()
     if bad:
         print(f"{bad} in the way: weft's fused ops cannot be relied on here until then")
@@ -160,10 +173,12 @@ def _machine() -> list[Finding]:
     busy = load > BUSY * cores()
     findings.append(
         Finding(
-            "--" if busy else "ok", "load", f"{load:.1f} on {cores()} cores",
+            "--" if busy else "ok",
+            "load",
+            f"{load:.1f} on {cores()} cores",
             "others are at work: times taken now are too long" if busy else "",
         )
-    )  # fmt: skip
+    )
     # weft's shared memory is in anonymous files, which this folder's limit does not concern.
     shm = Path("/dev/shm")
     writable = shm.is_dir() and os.access(shm, os.W_OK)
@@ -171,12 +186,15 @@ def _machine() -> list[Finding]:
     tight = free < 256 << 20
     findings.append(
         Finding(
-            "--" if tight else "ok", "/dev/shm",
+            "--" if tight else "ok",
+            "/dev/shm",
             f"{free / 2**30:.2g} GiB free" if writable else "cannot be written",
             "weft needs none of it, NCCL and torch's data loaders do: in Docker, --shm-size=8g or "
-            "--ipc=host" if tight else "",
+            "--ipc=host"
+            if tight
+            else "",
         )
-    )  # fmt: skip
+    )
     return findings
 
 
@@ -213,10 +231,11 @@ def _gpus() -> list[Finding]:
     multicast = _multicast()
     findings.append(
         Finding(
-            "ok" if multicast else "--", "multicast",
+            "ok" if multicast else "--",
+            "multicast",
             "the switch adds and copies for all GPUs" if multicast else "none: one GPU at a time",
         )
-    )  # fmt: skip
+    )
     return findings
 
 
@@ -247,6 +266,10 @@ def _trial(ranks: int) -> list[Finding]:
 
 
 def _try(rank: int, progress: Callable[[Any], None], kind: str) -> list[Finding]:
+    return tried(rank, kind)
+
+
+def tried(rank: int, kind: str) -> list[Finding]:
     """On each rank: the symmetric memory, the rates, each engine of each op."""
     import torch
 
@@ -259,7 +282,9 @@ def _try(rank: int, progress: Callable[[Any], None], kind: str) -> list[Finding]
         device = torch.device(kind, torch.cuda.current_device())
     group = resolve(None)
     findings: list[Finding] = []
-    if group.why:
+    if group.hosts:
+        findings.append(Finding("ok", "symmetric memory", "inside each host"))
+    elif group.why:
         cure = "fused engines need it; ranks fall back to the process group"
         findings.append(Finding("!!", "symmetric memory", group.why, cure))
     else:
@@ -273,7 +298,8 @@ def _try(rank: int, progress: Callable[[Any], None], kind: str) -> list[Finding]
         else _rates(group, device)
     )
     torch.manual_seed(0)
-    x, w = torch.randn(8, 16, device=device), torch.randn(16, 8, device=device)
+    rows = max(8, group.world_size)
+    x, w = torch.randn(rows, 16, device=device), torch.randn(16, 8, device=device)
     y = x @ w
     expected: dict[Any, torch.Tensor] = {
         weft.all_gather_matmul: torch.cat([y] * group.world_size),
@@ -307,12 +333,13 @@ def _rates(group: Group, device: torch.device) -> Finding:
     fp32 = rates.flops_of(torch.float32) / 1e3
     doubt = doubt_of(rates, cost.matmul_rate(torch.float32, device))
     return Finding(
-        "--" if doubt else "ok", "rates kept",
+        "--" if doubt else "ok",
+        "rates kept",
         f"matmul {fp32:.3g} GFLOP/s a rank, copy {rates.copy / 1e3:.3g} GB/s, signal "
         f"{rates.sync_us:.3g} us, {dist.get_backend()} {rates.wire / 1e3:.3g} GB/s after "
         f"{rates.wire_us:.3g} us",
         f"{doubt or 'as kept for this machine'}; `weft bench calibrate` measures again",
-    )  # fmt: skip
+    )
 
 
 def doubt_of(rates: Machine, matmul: float) -> str:

@@ -101,9 +101,13 @@ def attention_peak(
 
 
 def _rank_main(
-    rank: int, progress: Callable[[Any], None], lengths: Sequence[int], heads: int, head_dim: int,
+    rank: int,
+    progress: Callable[[Any], None],
+    lengths: Sequence[int],
+    heads: int,
+    head_dim: int,
     gathered_up_to: int,
-) -> list[dict[str, float]]:  # fmt: skip
+) -> list[dict[str, float]]:
     peaks = []
     free_at_once()
     attention_peak(lengths[0], heads, head_dim, backward=True)  # what only the first call needs
@@ -115,9 +119,12 @@ def _rank_main(
             collectives.barrier()
             collectives.close()  # workspaces of the last length
             nbytes = attention_peak(
-                tokens, heads, head_dim, backward=name == "step",
+                tokens,
+                heads,
+                head_dim,
+                backward=name == "step",
                 engine="generic" if name == "gathered" else "auto",
-            )  # fmt: skip
+            )
             found[name] = nbytes / _MIB
             progress(("alive", None))
         peaks.append(found)
@@ -148,11 +155,18 @@ def table(rows: Sequence[PeakMemory], heads: int, head_dim: int) -> TextTable:
     cells = []
     for row in rows:
         share = row.tokens / row.ranks / 1024
-        cells.append([
-            str(row.tokens), str(row.ranks), figure(row.shard),
-            figure(row.forward), figure(row.forward / share),
-            figure(row.step), figure(row.step / share), figure(row.gathered),
-        ])  # fmt: skip
+        cells.append(
+            [
+                str(row.tokens),
+                str(row.ranks),
+                figure(row.shard),
+                figure(row.forward),
+                figure(row.forward / share),
+                figure(row.step),
+                figure(row.step / share),
+                figure(row.gathered),
+            ]
+        )
     title = f"weft bench memory: peak of a rank, causal, {heads} heads of {head_dim}, fp32"
     return TextTable(title, header, cells)
 
@@ -161,13 +175,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, and write memory.csv where --out says."""
     parser = Parser("weft bench memory", __doc__)
     parser.add_argument(
-        "--ranks", type=several, nargs="+", default=[2, 4], metavar="W",
+        "--ranks",
+        type=several,
+        nargs="+",
+        default=[2, 4],
+        metavar="W",
         help="numbers of ranks to measure on, one after another (2 4)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--tokens", type=at_least(1), nargs="+", default=[8192, 16384, 32768, 65536], metavar="N",
+        "--tokens",
+        type=at_least(1),
+        nargs="+",
+        default=[8192, 16384, 32768, 65536],
+        metavar="N",
         help="lengths of the whole sequence (8192 to 65536)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--heads", type=at_least(1), default=2, metavar="N", help="of q, k and v alike (2)"
     )
@@ -175,9 +197,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--head-dim", type=at_least(1), default=64, metavar="N", help="features of a head (64)"
     )
     parser.add_argument(
-        "--gathered-up-to", type=int, default=16384, metavar="TOKENS",
+        "--gathered-up-to",
+        type=int,
+        default=16384,
+        metavar="TOKENS",
         help="the longest sequence also gathered: its masks take 5 bytes a pair of tokens (16384)",
-    )  # fmt: skip
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="write memory.csv")
     args = parser.parse_args(argv)
     if min(args.tokens) < 2 * max(args.ranks):

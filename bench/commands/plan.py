@@ -38,9 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the plan, beside those that people make by hand. 1: no layout fits."""
     parser = Parser("weft plan", __doc__, epilog=_EPILOG)
     parser.add_argument(
-        "--model", default="llama", metavar="MODEL",
+        "--model",
+        default="llama",
+        metavar="MODEL",
         help=f"{', '.join(MODELS)} (as large as their namesakes), or FILE.py:function (llama)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--mesh", type=_mesh, default=(8,), metavar="RxR", help="ranks along each mesh dim (8)"
     )
@@ -61,9 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--tokens", type=at_least(1), default=4096, metavar="N", help="of a sequence (4096)"
     )
     parser.add_argument(
-        "--keep-logits-cut", action="store_true",
+        "--keep-logits-cut",
+        action="store_true",
         help="the model may return DTensors, for loss_parallel, rather than whole tensors",
-    )  # fmt: skip
+    )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw layouts along the model")
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)

@@ -37,21 +37,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser("weft tune", __doc__)
     add_machine_options(parser)
     parser.add_argument(
-        "--shapes", type=shapes.parse, nargs="+", metavar="SHAPE", required=True,
+        "--shapes",
+        type=shapes.parse,
+        nargs="+",
+        metavar="SHAPE",
+        required=True,
         help="tokens, features out, features in of whole linears, or a model's name",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--ops", nargs="+", choices=tuning.OPS, default=list(tuning.OPS), metavar="OP",
+        "--ops",
+        nargs="+",
+        choices=tuning.OPS,
+        default=list(tuning.OPS),
+        metavar="OP",
         help=f"of {', '.join(tuning.OPS)} (all)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--rounds", type=at_least(1), metavar="N", default=_ROUNDS,
+        "--rounds",
+        type=at_least(1),
+        metavar="N",
+        default=_ROUNDS,
         help=f"calls timed of a launch ({_ROUNDS})",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--out", type=Path, default=tuning.folder(), metavar="DIR",
+        "--out",
+        type=Path,
+        default=tuning.folder(),
+        metavar="DIR",
         help="folder of the table ($WEFT_TUNED, else weft's own)",
-    )  # fmt: skip
+    )
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     options = replace(
         machine_options(args, parser),
@@ -65,10 +79,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     found = launch(
-        options.ranks, _rank_main, specs, options,
-        device=options.device, threads=options.threads, on_progress=_show,
+        options.ranks,
+        _rank_main,
+        specs,
+        options,
+        device=options.device,
+        threads=options.threads,
+        on_progress=_show,
         stall_s=settings.timeout_s() + 300,
-    )  # fmt: skip
+    )
     chip, entries = found[0]
     if any(other != found[0] for other in found):
         raise RuntimeError(f"ranks came to different tables: {found}")
@@ -110,8 +129,13 @@ def _rank_main(
         )
         entries.append(tuning.entry_of(key, best, trials[0]))
         failed = sum(bool(trial.failure) for trial in trials)
-        progress(("line", (
-            f"{spec.name}: {best.us:.0f} us, heuristic {trials[0].us:.0f} us, of {len(trials)} "
-            f"launches ({failed} failed): {best.choice}"
-        )))  # fmt: skip
+        progress(
+            (
+                "line",
+                (
+                    f"{spec.name}: {best.us:.0f} us, heuristic {trials[0].us:.0f} us, of "
+                    f"{len(trials)} launches ({failed} failed): {best.choice}"
+                ),
+            )
+        )
     return chip.name, entries

@@ -72,11 +72,15 @@ def _measure(names: Sequence[str], args: argparse.Namespace) -> int:
             one_more()
     cells = [
         [
-            row.name, figure(row.total), figure(row.launching), str(row.launches),
-            figure(row.own), figure(row.peer),
+            row.name,
+            figure(row.total),
+            figure(row.launching),
+            str(row.launches),
+            figure(row.own),
+            figure(row.peer),
         ]
         for row in rows
-    ]  # fmt: skip
+    ]
     header = ["call", "us", "launcher, us", "times", "before, us", "collective, us"]
     launch = measure.launch_us(args.rounds)
     title = f"weft bench host: rank {measure.RANK} of {measure.WORLD_SIZE} H100"

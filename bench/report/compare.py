@@ -123,13 +123,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("before", type=Path, metavar="A", help="the earlier file or folder")
     parser.add_argument("after", type=Path, metavar="B", help="the later one")
     parser.add_argument(
-        "--max-regression", type=float, default=10.0, metavar="PERCENT",
+        "--max-regression",
+        type=float,
+        default=10.0,
+        metavar="PERCENT",
         help="how much slower ours may be (10)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--by", choices=["time", "fraction"], default="time",
+        "--by",
+        choices=["time", "fraction"],
+        default="time",
         help="what is compared: times, or how much of the bound they reach (time)",
-    )  # fmt: skip
+    )
     parser.add_argument("--all", action="store_true", help="also what did not change")
     args = parser.parse_args(argv)
     if not 0 <= args.max_regression < math.inf:

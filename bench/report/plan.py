@@ -72,21 +72,26 @@ def draw(plan: Plan, path: Path) -> None:
             times = f"{bar.count} x {figure(bar.us / bar.count)} us"
             axes.annotate(
                 f" {times}{', ' if bar.told else ''}{bar.told}",
-                (bar.us / 1e3, at), va="center", fontsize=7,
-            )  # fmt: skip
+                (bar.us / 1e3, at),
+                va="center",
+                fontsize=7,
+            )
         axes.set_yticks(range(len(every)), [bar.name for bar in every], fontsize=7)
         axes.invert_yaxis()
         longest = max((bar.us for bar in every), default=1.0) / 1e3
         mesh = "x".join(map(str, plan.mesh.shape))
         axes.set(
-            xlim=(0, 2.2 * longest), xlabel="ms of a step, forward and backward",
+            xlim=(0, 2.2 * longest),
+            xlabel="ms of a step, forward and backward",
             title=f"Layouts along the model, on a mesh of {mesh}: {plan.step_us / 1e3:.3g} ms, "
             f"{plan.memory_bytes / 1e9:.3g} GB",
-        )  # fmt: skip
+        )
         axes.legend(
             handles=[Patch(color=colours[kind], label=f"result {kind}") for kind in kinds],
-            fontsize=7, loc="lower right", frameon=False,
-        )  # fmt: skip
+            fontsize=7,
+            loc="lower right",
+            frameon=False,
+        )
         picture.tight_layout()
         try:
             picture.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

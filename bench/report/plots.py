@@ -95,20 +95,32 @@ def _over_size(cases: Sequence[Case]) -> Any:
         for i, name in enumerate(names):
             shown = [case for case in ordered if name in case.timed]
             axis.errorbar(
-                [_size(case) for case in shown], [case.timed[name].us / 1e3 for case in shown],
-                _errors([case.timed[name] for case in shown], 1e3), fmt=_joined(len(shown)),
-                label=name, color=f"C{i}", markersize=3, linewidth=1, capsize=2,
-            )  # fmt: skip
+                [_size(case) for case in shown],
+                [case.timed[name].us / 1e3 for case in shown],
+                _errors([case.timed[name] for case in shown], 1e3),
+                fmt=_joined(len(shown)),
+                label=name,
+                color=f"C{i}",
+                markersize=3,
+                linewidth=1,
+                capsize=2,
+            )
         bounded = [(case, us) for case in ordered if (us := case.bound_us) is not None]
         axis.plot(
-            [_size(case) for case, _ in bounded], [us / 1e3 for _, us in bounded],
-            "k--", label="bound", linewidth=1.5,
-        )  # fmt: skip
+            [_size(case) for case, _ in bounded],
+            [us / 1e3 for _, us in bounded],
+            "k--",
+            label="bound",
+            linewidth=1.5,
+        )
         in_bytes = "nbytes" in some[0].params
         axis.set(
-            xscale="log", yscale="log", title=op, ylabel="ms",
+            xscale="log",
+            yscale="log",
+            title=op,
+            ylabel="ms",
             xlabel="bytes a rank" if in_bytes else "multiply-adds of the layer, M x N x K",
-        )  # fmt: skip
+        )
         _plain_numbers(axis.yaxis)
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize="small")
@@ -190,9 +202,13 @@ def _crossover(cases: Sequence[Case]) -> Any:
                     [pays.high - pays.median for _, pays in points],
                 ]
                 axis.errorbar(
-                    [m for m, _ in points], medians, errors, fmt=_joined(len(points)),
-                    label=f"N = {n}", capsize=3,
-                )  # fmt: skip
+                    [m for m, _ in points],
+                    medians,
+                    errors,
+                    fmt=_joined(len(points)),
+                    label=f"N = {n}",
+                    capsize=3,
+                )
         axis.axhline(1, color="black", linewidth=1)
         axis.set(xscale="log", yscale="log", title=op, xlabel="M", ylabel="generic / best fused")
         axis.set_xticks(rows, [str(m) for m in rows])

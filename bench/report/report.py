@@ -107,8 +107,19 @@ def _keep_history(result: Result, folder: Path) -> None:
     for case in result.cases:
         for name, timing in case.timed.items():
             stats = timing.statistics
-            seconds = ("min", "max", "mean", "stddev", "median", "iqr", "q1", "q3", "ld15iqr",
-                       "hd15iqr", "total")  # fmt: skip
+            seconds = (
+                "min",
+                "max",
+                "mean",
+                "stddev",
+                "median",
+                "iqr",
+                "q1",
+                "q3",
+                "ld15iqr",
+                "hd15iqr",
+                "total",
+            )
             benchmarks.append(
                 {
                     "group": f"{result.suite} {case.name}",

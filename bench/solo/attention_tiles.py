@@ -34,13 +34,15 @@ _FORWARD: Sequence[tuple[int, ...]] = (
 _BACKWARD: Sequence[tuple[int, ...]] = (
     (64, 128, 128, 32, 8, 3), (64, 128, 128, 64, 8, 3), (64, 128, 128, 64, 8, 2),
     (64, 128, 128, 128, 8, 2), (32, 128, 128, 64, 8, 3), (64, 64, 128, 64, 8, 2),
-    (64, 128, 128, 64, 16, 2), (32, 64, 64, 64, 4, 3), (128, 64, 128, 64, 8, 2),
+    (64, 128, 128, 64, 16, 2), (32, 64, 64, 32, 8, 2), (128, 64, 128, 64, 8, 2),
 )  # fmt: skip
 
 
 def specs(quick: bool) -> list[Spec]:
     """Causal attention of whole sequences, forward and backward."""
-    sizes = [(64, 2, 1, 16)] if quick else [(16384, 32, 8, 128), (4096, 32, 32, 64)]
+    sizes = (
+        [(64, 2, 1, 16)] if quick else [(16384, 32, 8, 128), (4096, 32, 32, 64), (4096, 16, 8, 256)]
+    )
     return [
         Spec(
             f"tiles of attention {step} " + "x".join(map(str, size)),
@@ -135,7 +137,10 @@ def search(
             raise RuntimeError(f"{tiles}: {failure}")
     best = min(trials, key=lambda trial: trial[1])
     return {
-        "choice": dict(best[0]), "us": best[1], "heuristic_us": trials[0][1],
-        "tried": len(trials), "failed": [failure for _, _, failure in trials if failure],
+        "choice": dict(best[0]),
+        "us": best[1],
+        "heuristic_us": trials[0][1],
+        "tried": len(trials),
+        "failed": [failure for _, _, failure in trials if failure],
         "times": [[dict(tiles), us] for tiles, us, failure in trials if not failure],
-    }  # fmt: skip
+    }

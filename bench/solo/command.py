@@ -39,37 +39,47 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--resume", action="store_true", help="keep the cases that --out has")
     parser.add_argument(
-        "--minutes", type=float, default=0.0, metavar="M",
+        "--minutes",
+        type=float,
+        default=0.0,
+        metavar="M",
         help="end by then, with exit status 130 if cases are left (no limit)",
-    )  # fmt: skip
+    )
     parser.add_argument("--filter", default="", metavar="S", help="only cases named like this")
     parser.add_argument(
-        "--ranks", type=_ranks, metavar="W[,W]",
+        "--ranks",
+        type=_ranks,
+        metavar="W[,W]",
         help="numbers of ranks; all cases with the first (8,2,4; 2 with --quick)",
-    )  # fmt: skip
+    )
     parser.add_argument("--quick", action="store_true", help="tiny sizes, few rounds")
     parser.add_argument(
-        "--device", choices=["cuda", "cpu"],
+        "--device",
+        choices=["cuda", "cpu"],
         help="cpu: the same path, interpreted: its times mean nothing (cuda where there is one)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--parts", action="store_true", help="also time kernels without waits, and without status"
     )
     parser.add_argument(
-        "--rates", type=Path, metavar="DIR",
+        "--rates",
+        type=Path,
+        metavar="DIR",
         help="also write the kernels' rates that follow, beside the tuned launches in DIR, where "
         "the cost model finds them (kernels/tuned, or what WEFT_TUNED names)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--profile", action="store_true",
+        "--profile",
+        action="store_true",
         help="also tell what each kernel of a call takes, by torch's profiler",
-    )  # fmt: skip
+    )
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--list", action="store_true", help="print the names of the cases")
     only.add_argument(
-        "--precompile", action="store_true",
+        "--precompile",
+        action="store_true",
         help="compile the kernels of all cases in parallel processes, and nothing else",
-    )  # fmt: skip
+    )
     parser.add_argument("--part", default="", help=argparse.SUPPRESS)  # see `sim.unwaited`
     return parser
 

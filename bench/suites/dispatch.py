@@ -63,9 +63,11 @@ class _Whole(torch.Tensor):
 
 
 _on_one_device = SimpleNamespace(
-    DTensor=_Whole, distribute_tensor=_Whole.distribute,
-    Replicate=torch_tensor.Replicate, Shard=torch_tensor.Shard,
-)  # fmt: skip
+    DTensor=_Whole,
+    distribute_tensor=_Whole.distribute,
+    Replicate=torch_tensor.Replicate,
+    Shard=torch_tensor.Shard,
+)
 
 
 def _rows(api: Any, mesh: DeviceMesh) -> Iterator[tuple[str, Operation]]:

@@ -32,8 +32,11 @@ SIZES = ("rows", "columns")
 _WEFT, _TORCH = "weft", "torch"
 _SHAPES = ((256, 256), (2048, 2048))
 _PLACEMENTS: dict[str, Placement] = {
-    "R": Replicate(), "S0": Shard(0), "S1": Shard(1), "P": Partial()
-}  # fmt: skip
+    "R": Replicate(),
+    "S0": Shard(0),
+    "S1": Shard(1),
+    "P": Partial(),
+}
 
 
 def cases(options: Options) -> list[Spec]:

@@ -1,6 +1,7 @@
 """What a kernel says to a kernel on another rank: signals, and the arithmetic that kernels share.
 
 May import `collectives.ranks`. Read `signals` first: its rules are what every kernel of weft stands
-on; then `polling` (waits on the CPU), `stream_signals` (the same between launches), `launches` (how
-kernels are launched, and launched again) and `device_math`; `interpreter` helps Triton's own.
+on. It is made of `addresses` (where signals lie), `waits` (bounded in time) and `failures` (what is
+left of one); `polling` has waits on the CPU, `stream_signals` the same between launches, `launches`
+how kernels are launched, and launched again; `device_math`; `interpreter` helps Triton's own.
 """

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from types import ModuleType
 from typing import Any
 
 
@@ -71,3 +72,32 @@ def find_builtins_once() -> None:
                 interpreter._patch_attr(place, name, getattr(place, name), builder, scope)
 
     interpreter._patch_builtin = patch_builtin
+
+
+def interpreter_ready() -> tuple[bool, str]:
+    """Whether kernels can run on CPU in this process, and if not, why."""
+    import numpy
+    import triton
+    import triton.language as tl
+
+    if not triton.knobs.runtime.interpret:
+        return False, (
+            "kernels are compiled for a GPU in this process; set TRITON_INTERPRET=1 before Python "
+            "runs"
+        )
+    if isinstance(tl.zeros, triton.JITFunction):
+        return False, (
+            "triton was imported before weft, so its own functions are compiled; import weft "
+            "first, or set TRITON_INTERPRET=1 before Python runs"
+        )
+    if _release(triton) < (3, 7) and _release(numpy) >= (2, 4):
+        return False, (
+            f"the interpreter of triton {triton.__version__} converts arrays to numbers in a way "
+            f"that numpy {numpy.__version__} rejects; install numpy < 2.4 or triton >= 3.7"
+        )
+    return True, "kernels are interpreted"
+
+
+def _release(module: ModuleType) -> tuple[int, int]:
+    major, minor = module.__version__.split(".")[:2]
+    return int(major), int(minor)

@@ -122,17 +122,26 @@ def begin(ws: Workspace) -> None:
 def post(ws: Workspace, first: int, count: int = 1, word: int = DATA_WORD) -> None:
     """Publish to `count` ranks, from `first` on, what the stream has written so far."""
     launch_kept(
-        ws.kept_launches(), _post_kernel, (ws.signal_ptrs, ws.rank, first, count),
-        WORLD_SIZE=ws.world_size, GENERATION_WORD=pad.GENERATION, SLOT_WORD=word,
-    )  # fmt: skip
+        ws.kept_launches(),
+        _post_kernel,
+        (ws.signal_ptrs, ws.rank, first, count),
+        WORLD_SIZE=ws.world_size,
+        GENERATION_WORD=pad.GENERATION,
+        SLOT_WORD=word,
+    )
 
 
 def wait(ws: Workspace, first: int, count: int = 1, word: int = DATA_WORD) -> None:
     """Hold the stream until `count` ranks, from `first` on, have posted in this call."""
     launch_kept(
-        ws.kept_launches(), _wait_kernel, (ws.signal_ptrs, ws.rank, first, count, ws.timeout_ns),
-        WORLD_SIZE=ws.world_size, GENERATION_WORD=pad.GENERATION, SLOT_WORD=word, ONE=count == 1,
-    )  # fmt: skip
+        ws.kept_launches(),
+        _wait_kernel,
+        (ws.signal_ptrs, ws.rank, first, count, ws.timeout_ns),
+        WORLD_SIZE=ws.world_size,
+        GENERATION_WORD=pad.GENERATION,
+        SLOT_WORD=word,
+        ONE=count == 1,
+    )
 
 
 def end(ws: Workspace, results: Sequence[torch.Tensor] = ()) -> None:

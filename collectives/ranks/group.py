@@ -45,19 +45,23 @@ class Process:
 
     Attributes:
         calls_fd: its file descriptor of the ring of its last calls: see `flight`.
+        node: the host's name, as people know it.
     """
 
     host: str
     pid: int
     start_time: str
     calls_fd: int
+    node: str = ""
 
     @staticmethod
     def here() -> Process:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         # Two containers on one host cannot open each other's /proc entries: they are two hosts.
         host = f"{boot} {os.readlink('/proc/self/ns/pid')}"
-        return Process(host, os.getpid(), _stat("self")[1], flight.recorder().fd)
+        return Process(
+            host, os.getpid(), _stat("self")[1], flight.recorder().fd, os.uname().nodename
+        )
 
     def alive(self) -> bool:
         """False once the process has ended (or is a zombie), or its pid belongs to another."""
@@ -129,6 +133,7 @@ class Group:
         calls: notes the calls of this rank, and reads those of all.
         hosts: the ranks of each of several hosts, by their numbers in the group; empty if all are
             on one.
+        nodes: the names of these hosts.
     """
 
     pg: Any
@@ -140,6 +145,7 @@ class Group:
     virtual: VirtualRanks | None = None
     calls: flight.Calls = field(default_factory=flight.Calls)
     hosts: tuple[tuple[int, ...], ...] = ()
+    nodes: tuple[str, ...] = ()
 
     @property
     def backend(self) -> Literal["posix", "cuda", "virtual"] | None:
@@ -423,7 +429,8 @@ def _describe(pg: dist.ProcessGroup) -> Group:
         for peer, process in enumerate(processes):
             on.setdefault(process.host, []).append(peer)
         hosts = tuple(map(tuple, on.values()))
-        return Group(pg, rank, world_size, ranks, (), why, calls=calls, hosts=hosts)
+        nodes = tuple(processes[ranks[0]].node for ranks in hosts)
+        return Group(pg, rank, world_size, ranks, (), why, calls=calls, hosts=hosts, nodes=nodes)
     if moves_gpu_tensors(pg) and (why := why_gpus_do_not_reach(unknown_yet)):
         return Group(pg, rank, world_size, ranks, (), why, calls=calls)
     return Group(pg, rank, world_size, ranks, tuple(processes), calls=calls)

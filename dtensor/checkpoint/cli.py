@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from weft.dtensor.checkpoint.files import Entry, Stored, merge, reshard
 from weft.dtensor.checkpoint.metadata import CheckpointError
-from weft.dtensor.layout.boxes import Placements
+from weft.dtensor.layout.placements import Placements
 from weft.dtensor.notation import parse_colossalai, parse_torch
 from weft.errors import printable
 

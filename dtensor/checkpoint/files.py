@@ -32,7 +32,9 @@ from weft.dtensor.checkpoint.metadata import (
     read_metadata,
     stored_crc,
 )
-from weft.dtensor.layout.boxes import Layout, Placements, StandInMesh, contiguous_stride, normalize
+from weft.dtensor.layout.boxes import Layout, StandInMesh
+from weft.dtensor.layout.placements import Placements, normalize
+from weft.dtensor.layout.runs import contiguous_stride
 from weft.errors import printable
 
 Progress = Callable[[int], object]

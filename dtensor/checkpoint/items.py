@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weft.dtensor.layout.boxes import Layout, show
+from weft.dtensor.layout.boxes import Layout
+from weft.dtensor.layout.placements import show
 
 if TYPE_CHECKING:
     from weft.dtensor.tensor import DTensor

@@ -46,9 +46,15 @@ def backward(
 ) -> None:
     """`torch.autograd.backward`, with the arguments in the form in which torch passes them on."""
     _run_backward(
-        autograd.backward, tensors, grad_tensors, retain_graph, create_graph, inputs or (),
-        allow_unreachable=True, accumulate_grad=True,
-    )  # fmt: skip
+        autograd.backward,
+        tensors,
+        grad_tensors,
+        retain_graph,
+        create_graph,
+        inputs or (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 def grad(
@@ -66,10 +72,15 @@ def grad(
     if is_grads_batched:
         return NotImplemented
     found = _run_backward(
-        autograd.grad, outputs, grad_outputs, retain_graph, create_graph, inputs,
+        autograd.grad,
+        outputs,
+        grad_outputs,
+        retain_graph,
+        create_graph,
+        inputs,
         allow_unreachable=materialize_grads if allow_unused is None else allow_unused,
         accumulate_grad=False,
-    )  # fmt: skip
+    )
     zeros_like = torch.zeros_like
     return tuple(
         # Formulas of second derivatives may give plain zeros.

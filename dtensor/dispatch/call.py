@@ -15,17 +15,17 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from weft.dtensor.layout.boxes import (
+from weft.dtensor.layout.boxes import Layout
+from weft.dtensor.layout.placements import (
     LINEAR_REDUCTIONS,
-    Layout,
     Placements,
-    Shape,
     distinct,
     is_inexact,
     is_shard,
     moved,
     shard_dim,
 )
+from weft.dtensor.layout.runs import Shape
 
 Op = Callable[..., Any]
 

@@ -31,15 +31,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.collectives.ranks import caches
 from weft.dtensor.dispatch.call import Meta, OpCall, Strategy, leaves, map_tree
-from weft.dtensor.layout.boxes import (
-    Layout,
-    Shape,
-    is_inexact,
-    is_shard,
-    moved,
-    pieces_of,
-    shard_dim,
-)
+from weft.dtensor.layout.boxes import Layout
+from weft.dtensor.layout.placements import is_inexact, is_shard, moved, pieces_of, shard_dim
+from weft.dtensor.layout.runs import Shape
 
 _LARGE = 16  # dims up to this size are probed as they are
 _MAX_CANDIDATES = 48

@@ -27,10 +27,12 @@ from weft.collectives.ranks.group import forget_meshes
 from weft.collectives.ranks.reports import check_all
 from weft.collectives.ranks.traced import is_plain
 from weft.dtensor.dispatch.call import Op, leaves, map_tree
-from weft.dtensor.dispatch.planning import CallPlan, make_plan, quickest
+from weft.dtensor.dispatch.local_ops import quickest
+from weft.dtensor.dispatch.planning import CallPlan, make_plan
 from weft.dtensor.dispatch.variants import Reshaped, keep_age, refuse_old_views
 from weft.dtensor.dispatch.views import CopiedView, NoViewError, as_copies
-from weft.dtensor.layout.boxes import Layout, check_dense, layout_of
+from weft.dtensor.layout.boxes import Layout, layout_of
+from weft.dtensor.layout.placements import check_dense
 from weft.dtensor.move.explicit import check_explicit
 from weft.dtensor.move.redistribute import move
 from weft.dtensor.tensor import DTensor, before_write, local_as, wrap
@@ -306,8 +308,13 @@ def learn(function: Op, args: Sequence[Any], kwargs: dict[str, Any], result: Any
 # Types whose values are in a key; and operators whose op has another name.
 _CONSTANTS = {int, bool, str, type(None), torch.dtype, torch.layout, torch.device}
 _OPERATORS = {
-    "iadd": "add", "isub": "sub", "imul": "mul", "truediv": "div", "itruediv": "div", "idiv": "div",
-}  # fmt: skip
+    "iadd": "add",
+    "isub": "sub",
+    "imul": "mul",
+    "truediv": "div",
+    "itruediv": "div",
+    "idiv": "div",
+}
 
 
 def _passed_on(a: Any, b: Any) -> bool:

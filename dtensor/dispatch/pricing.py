@@ -22,7 +22,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from weft.collectives import cost
 from weft.dtensor.dispatch.call import PENDING, Choices, Chosen, OpCall, Strategy, Way
-from weft.dtensor.layout.boxes import Layout, is_shard, layout_of, shard_dim, show
+from weft.dtensor.layout.boxes import Layout, layout_of
+from weft.dtensor.layout.placements import is_shard, shard_dim, show
 from weft.dtensor.layout.symbolic import present
 from weft.dtensor.move.transfers import transition_bytes
 from weft.kernels.engine.engines import collective_us

@@ -18,7 +18,8 @@ import torch
 from torch.distributed.tensor import Replicate
 
 from weft.dtensor.dispatch.call import Op, OpCall, leaves
-from weft.dtensor.layout.boxes import contiguous_layout, shard_dim
+from weft.dtensor.layout.boxes import contiguous_layout
+from weft.dtensor.layout.placements import shard_dim
 from weft.dtensor.tensor import DTensor, become, wrap
 from weft.dtensor.tracing.grad_recording import no_function
 

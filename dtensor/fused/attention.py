@@ -15,7 +15,8 @@ from weft.collectives import chunk_sizes
 from weft.dtensor.dispatch.call import Chosen
 from weft.dtensor.dispatch.pricing import candidate_lines
 from weft.dtensor.fused.products import is_dtensor
-from weft.dtensor.layout.boxes import Layout, Placements, contiguous_layout, is_shard, layout_of
+from weft.dtensor.layout.boxes import Layout, contiguous_layout, layout_of
+from weft.dtensor.layout.placements import Placements, is_shard
 from weft.dtensor.move.explicit import check_explicit
 from weft.dtensor.rules.attention import RING, attention_plan
 from weft.dtensor.tensor import DTensor, as_global, local_part, outside_result, redistributed

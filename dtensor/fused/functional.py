@@ -24,7 +24,8 @@ from weft.dtensor.fused.attention import attention, stride_like
 from weft.dtensor.fused.grouped import grouped_matmul
 from weft.dtensor.fused.loss import cross_entropy
 from weft.dtensor.fused.products import addmm, bmm, einsum, is_dtensor, linear, matmul, mm
-from weft.dtensor.layout.boxes import is_shard, layout_of, shard_dim
+from weft.dtensor.layout.boxes import layout_of
+from weft.dtensor.layout.placements import is_shard, shard_dim
 from weft.dtensor.rules.nn import embedding_weight_grad
 from weft.dtensor.tensor import DTensor, as_global, local_part, outside_result
 from weft.dtensor.tracing.exporting import is_exported

@@ -28,7 +28,8 @@ from weft.dtensor.dispatch.call import PENDING, Op, leaves
 from weft.dtensor.dispatch.dispatch import dispatch, run_plan
 from weft.dtensor.dispatch.planning import CallPlan, plan_of
 from weft.dtensor.dispatch.pricing import candidate_lines
-from weft.dtensor.layout.boxes import Layout, Placements, is_shard, layout_of, shard_dim
+from weft.dtensor.layout.boxes import Layout, layout_of
+from weft.dtensor.layout.placements import Placements, is_shard, shard_dim
 from weft.dtensor.layout.symbolic import cached
 from weft.dtensor.move.explicit import check_explicit
 from weft.dtensor.move.transfers import move_plan, same_shard

@@ -17,7 +17,8 @@ from weft.collectives.ranks.chunks import chunk_sizes
 from weft.collectives.ranks.traced import is_traced
 from weft.dtensor.dispatch.agreement import all_agree
 from weft.dtensor.fused.products import is_dtensor
-from weft.dtensor.layout.boxes import contiguous_layout, is_shard
+from weft.dtensor.layout.boxes import contiguous_layout
+from weft.dtensor.layout.placements import is_shard
 from weft.dtensor.rules.nn import LossLayout
 from weft.dtensor.tensor import as_global, local_as, local_part, redistributed
 from weft.kernels.layers.vocabulary import row_losses

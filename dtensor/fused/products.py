@@ -17,7 +17,8 @@ from torch.nn import functional
 from weft.dtensor.dispatch.call import Op
 from weft.dtensor.dispatch.planning import plan_of
 from weft.dtensor.fused.linear import LINEAR, STACK, multiply, transposed
-from weft.dtensor.layout.boxes import Layout, is_shard, layout_of, moved, shard_dim
+from weft.dtensor.layout.boxes import Layout, layout_of
+from weft.dtensor.layout.placements import is_shard, moved, shard_dim
 from weft.dtensor.layout.symbolic import cached
 from weft.dtensor.rules.products import linear_input_grad, linear_product, stack_product
 from weft.dtensor.tensor import DTensor

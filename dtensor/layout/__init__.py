@@ -1,4 +1,5 @@
 """Layouts as boxes: which part of a tensor each rank holds.
 
-Imports nothing of the other rooms. Read `boxes`, then `symbolic` (sizes that a graph leaves open).
+Imports nothing of the other rooms. Read `runs` (a dim), `placements` (what torch's say), `boxes`
+(layouts), then `symbolic` (sizes that a graph leaves open).
 """

@@ -20,17 +20,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from weft.collectives.ranks.group import forget_meshes
-from weft.dtensor.layout.boxes import (
-    Layout,
-    Placements,
-    Shape,
-    is_open,
-    is_shard,
-    layout_of,
-    pieces_of,
-    place_of,
-    shard_dim,
-)
+from weft.dtensor.layout.boxes import Layout, layout_of, place_of
+from weft.dtensor.layout.placements import Placements, is_shard, pieces_of, shard_dim
+from weft.dtensor.layout.runs import Shape, is_open
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

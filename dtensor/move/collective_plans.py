@@ -18,16 +18,9 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.collectives.ranks.group import forget_meshes
-from weft.dtensor.layout.boxes import (
-    Layout,
-    Runs,
-    Shape,
-    check_partials,
-    distinct,
-    pieces_of,
-    runs_of,
-    shard_dim,
-)
+from weft.dtensor.layout.boxes import Layout
+from weft.dtensor.layout.placements import check_partials, distinct, pieces_of, shard_dim
+from weft.dtensor.layout.runs import Runs, Shape, runs_of
 from weft.dtensor.move.transfers import STEP_BYTES, MovePlan, Step, bytes_moved, move_plan, overlap
 
 # How much longer a byte takes between hosts than inside one.

@@ -16,7 +16,8 @@ import torch
 
 from weft.collectives import agree, spanning_group
 from weft.collectives.custom_ops import define
-from weft.dtensor.layout.boxes import Layout, contiguous_layout, show
+from weft.dtensor.layout.boxes import Layout, contiguous_layout
+from weft.dtensor.layout.placements import show
 
 # (mesh, placements), or the layout itself if these do not determine it.
 _named: dict[str, tuple[Any, Any] | Layout] = {}

@@ -22,15 +22,8 @@ from weft.collectives import Group, agree, spanning_group
 from weft.collectives.process_groups import by_group
 from weft.collectives.ranks.group import forget_meshes, resolve
 from weft.collectives.ranks.traced import is_traced
-from weft.dtensor.layout.boxes import (
-    Layout,
-    Placements,
-    contiguous_layout,
-    is_shard,
-    layout_of,
-    shard_dim,
-    show,
-)
+from weft.dtensor.layout.boxes import Layout, contiguous_layout, layout_of
+from weft.dtensor.layout.placements import Placements, is_shard, shard_dim, show
 from weft.dtensor.move.custom_ops import layout_name
 
 if TYPE_CHECKING:

@@ -8,39 +8,50 @@ A step through symmetric memory is one pull:
 
 Pieces of a `Partial` source are added (max, ...) in rank order, half types in fp32, so that
 replicas are bitwise equal. If no symmetric memory spans the ranks, the pieces of a step travel in
-one all-to-all of a process group. An asynchronous redistribution does 1 and 2 at the call, and 3
+one all-to-all of a process group; over several hosts, a step that is a collective along one mesh
+dim runs as that, in two levels. An asynchronous redistribution does 1 and 2 at the call, and 3
 when the result is first read; until then no rank waits or is waited for.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Replicate
 
 from weft import settings
-from weft.collectives import exchange, ranks_group, spanning_group, workspace
+from weft.collectives import (
+    exchange,
+    hosts,
+    movement,
+    ranks_group,
+    spanning_group,
+    workspace,
+)
 from weft.collectives.memory.checks import check_call
-from weft.collectives.process_groups import sendable
+from weft.collectives.prices import between_hosts
+from weft.collectives.process_groups import REDUCIBLE, ReduceOp, sendable
 from weft.collectives.profiled import profiled
 from weft.collectives.ranks.bounds import finish
 from weft.collectives.ranks.flight import GENERIC, call_of
 from weft.collectives.ranks.group import Group, kept_by_group, resolve
 from weft.collectives.ranks.reports import check_all
 from weft.collectives.ranks.traced import is_traced
-from weft.dtensor.layout.boxes import (
+from weft.dtensor.layout.boxes import Layout, contiguous_layout
+from weft.dtensor.layout.placements import (
     REDUCE,
-    Layout,
-    Shape,
-    contiguous_layout,
-    contiguous_stride,
     divide_,
     is_inexact,
     normalize,
+    pieces_of,
+    shard_dim,
 )
+from weft.dtensor.layout.runs import Shape, contiguous_stride
 from weft.dtensor.move.collective_plans import collective_plan
 from weft.dtensor.move.custom_ops import layout_name
 from weft.dtensor.move.transfers import MovePlan, PulledPiece, Slices, Step, move_plan
@@ -197,11 +208,15 @@ def _start(step: Step, local: torch.Tensor, channel: str = "") -> Running:
     group = None if step.is_local else _group_of(step)
     if group is not None and group.backend is None and step.mesh_dim is not None:
         group = resolve(step.source.mesh.get_group(step.mesh_dim))
+    in_two_levels = None if group is None or channel else _as_collective(step, local, group)
     if settings.tracing():
-        engine = "local" if group is None else "pull" if group.backend else "generic"
+        apart = "hosts" if in_two_levels else "generic"
+        engine = "local" if group is None else "pull" if group.backend else apart
         settings.record("redistribute", engine, str(step), collective=step.collective)
     if group is None:
         return _keep_own(step, local, pieces)
+    if in_two_levels is not None:
+        return in_two_levels
     if group.backend is None:
         return _all_to_all(step, local, pieces, group, bool(channel))
     if not channel and _has_kernel(step, local, group):
@@ -228,9 +243,13 @@ def _pull(
 ) -> Running:
     ranks = step.source.place.ranks
     with exchange(
-        group, step.room, "redistribute", local.device, channel=channel or "exchange",
+        group,
+        step.room,
+        "redistribute",
+        local.device,
+        channel=channel or "exchange",
         told=step.told,
-    ) as ex:  # fmt: skip
+    ) as ex:
         if channel or group.ranks[group.rank] in step.senders:
             published = ex.local(tuple(local.shape), local.dtype).copy_(local)
             # A deferred result must not see what is written to `local` in the meantime.
@@ -245,6 +264,42 @@ def _pull(
                 of_holder[holder] = ex.peer(peer, step.source.shape_at(holder), local.dtype)
         blocks = [[of_holder[h][p.source] for h in p.holders] for p in pieces]
         return ex.result(_combine(step, local, pieces, blocks))
+
+
+def _as_collective(step: Step, local: torch.Tensor, group: Group) -> Running | None:
+    """The step in two levels over several hosts; None if it is not one of their collectives."""
+    dim, source, target = step.mesh_dim, step.source, step.target
+    if dim is None or not hosts.offered(step.collective, group, local.device):
+        return None
+    old, new = source.placements[dim], target.placements[dim]
+    op: Any = getattr(old, "reduce_op", None)
+    cut = max(shard_dim(old), shard_dim(new))
+    adds = op in get_args(ReduceOp) and local.dtype in REDUCIBLE
+    adds &= op != "avg" or is_inexact(local.dtype)
+    moves = adds if op else isinstance(new, Replicate)  # from one cut to another by an all-to-all
+    if not moves or pieces_of(old) * pieces_of(new) > 1 or not source.place.ascends[dim]:
+        return None
+    here, layout = list(source.coordinate), target if op else source
+    shapes = []
+    for here[dim] in range(group.world_size):
+        shapes.append(layout.shape_at(source.place.index_of[tuple(here)]))
+    nbytes = max(map(math.prod, shapes)) * local.element_size()
+    nbytes *= group.world_size if cut >= 0 else 1
+    if between_hosts.choice(step.collective, group, local.device, nbytes)[0] != "hosts":
+        return None
+
+    def running() -> Running:
+        yield
+        if cut < 0:
+            return movement.all_reduce(local, group, op)
+        front, sizes = local.movedim(cut, 0), [shape[cut] for shape in shapes]
+        if op:
+            moved = movement.scatter(front, group, sizes, op, dim=cut)
+        else:
+            moved = movement.gather(front, group, sizes, dim=cut)
+        return moved.movedim(0, cut).contiguous()
+
+    return running()
 
 
 def _has_kernel(step: Step, local: torch.Tensor, group: Group) -> bool:
@@ -275,9 +330,14 @@ def _pull_by_kernel(
     if (table := step.tables.get(key)) is None:
         boxes = [_box(step, piece, group) for piece in pieces]
         table = step.tables[key] = pull_boxes.table_of(
-            boxes, group.rank, local.dtype, local.device,
-            op=step.reduce_op, divisor=step.scale, align=align,
-        )  # fmt: skip
+            boxes,
+            group.rank,
+            local.dtype,
+            local.device,
+            op=step.reduce_op,
+            divisor=step.scale,
+            align=align,
+        )
     ws = workspace(group, step.room, channel="pull", device=local.device)
     publish = group.ranks[group.rank] in step.senders
     with ws.call("redistribute", step.told):

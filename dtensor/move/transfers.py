@@ -28,19 +28,17 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.collectives.ranks.group import forget_meshes
-from weft.dtensor.layout.boxes import (
+from weft.dtensor.layout.boxes import Layout
+from weft.dtensor.layout.placements import (
     LINEAR_REDUCTIONS,
-    Box,
-    Layout,
     Placements,
-    Runs,
-    Shape,
     check_partials,
     distinct,
     is_shard,
     shard_dim,
     show,
 )
+from weft.dtensor.layout.runs import Box, Runs, Shape
 
 Slices = tuple[slice, ...]
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.collectives.protocols import Collective
-from weft.dtensor.layout.boxes import is_shard
+from weft.dtensor.layout.placements import is_shard
 from weft.dtensor.plans.prices import FusedOp
 
 if TYPE_CHECKING:

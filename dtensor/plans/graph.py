@@ -340,9 +340,16 @@ def _signature(
         ends = node.last_use < stop
         base = node.base - start if node.base >= start else -1
         return (
-            node.kind, str(node.target) if node.kind in ("op", "input") else "",
-            tuple(map(relative, leaves)), node.metas, bool(node.exits), tuple(weights),
-            node.needs_grad, node.readers, ends, base,
-        )  # fmt: skip
+            node.kind,
+            str(node.target) if node.kind in ("op", "input") else "",
+            tuple(map(relative, leaves)),
+            node.metas,
+            bool(node.exits),
+            tuple(weights),
+            node.needs_grad,
+            node.readers,
+            ends,
+            base,
+        )
 
     return tuple(of(node) for node in nodes[start:stop])

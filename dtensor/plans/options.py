@@ -26,7 +26,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from weft.collectives.protocols import Collective
 from weft.dtensor.dispatch.call import Meta
-from weft.dtensor.layout.boxes import is_shard, shard_dim
+from weft.dtensor.layout.placements import is_shard, shard_dim
 from weft.dtensor.plans.bills import Bill, DataParallel, Option, Value
 from weft.dtensor.plans.graph import Graph, ModelNode, nbytes
 from weft.dtensor.plans.prices import FusedOp, Prices

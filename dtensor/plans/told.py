@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from weft.dtensor.layout.boxes import show
+from weft.dtensor.layout.placements import show
 
 if TYPE_CHECKING:
     from weft.dtensor.plans.planning import Plan

@@ -21,7 +21,9 @@ from torch.nn import functional
 from weft.collectives import cost
 from weft.dtensor.dispatch.call import Choices, Chosen, Meta, OpCall, Strategy, Way
 from weft.dtensor.dispatch.pricing import choose_strategies
-from weft.dtensor.layout.boxes import Layout, contiguous_stride, distinct, is_shard, shard_dim
+from weft.dtensor.layout.boxes import Layout
+from weft.dtensor.layout.placements import distinct, is_shard, shard_dim
+from weft.dtensor.layout.runs import contiguous_stride
 from weft.dtensor.layout.symbolic import cached, present
 from weft.kernels.engine.engines import fused_us
 

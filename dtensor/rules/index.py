@@ -11,7 +11,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.dtensor.dispatch.call import Choices, OpCall, Strategy, rule
-from weft.dtensor.layout.boxes import Layout, distinct, from_front, is_shard, moved, shard_dim
+from weft.dtensor.layout.boxes import Layout
+from weft.dtensor.layout.placements import distinct, from_front, is_shard, moved, shard_dim
 from weft.dtensor.rules.nn import check_range, own_run, rows_in
 from weft.dtensor.rules.view import mapped
 

@@ -10,7 +10,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.dtensor.dispatch.call import Choices, Decomposed, OpCall, Strategy, leaves, rule
-from weft.dtensor.layout.boxes import Layout, distinct, is_shard, moved, pieces_of, shard_dim
+from weft.dtensor.layout.boxes import Layout
+from weft.dtensor.layout.placements import distinct, is_shard, moved, pieces_of, shard_dim
 
 
 def contraction(

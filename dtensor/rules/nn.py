@@ -11,10 +11,9 @@ from torch.distributed.tensor.placement_types import Placement
 from weft.collectives.ranks.traced import is_traced
 from weft.dtensor.dispatch.agreement import all_agree
 from weft.dtensor.dispatch.call import Choices, Decomposed, OpCall, Strategy, rule
-from weft.dtensor.layout.boxes import (
-    Layout,
+from weft.dtensor.layout.boxes import Layout, contiguous_layout
+from weft.dtensor.layout.placements import (
     Placements,
-    contiguous_layout,
     distinct,
     from_front,
     is_shard,

@@ -25,7 +25,8 @@ from weft.dtensor.dispatch.call import (
     map_tree,
     rule,
 )
-from weft.dtensor.layout.boxes import Layout, distinct, is_shard, layout_of, moved, shard_dim
+from weft.dtensor.layout.boxes import Layout, layout_of
+from weft.dtensor.layout.placements import distinct, is_shard, moved, shard_dim
 from weft.dtensor.move.redistribute import move
 from weft.dtensor.rules.reduce import Reduction, moments
 from weft.dtensor.tensor import DTensor, local_as, wrap

@@ -13,7 +13,9 @@ from torch.distributed.tensor.placement_types import Placement
 from weft.dtensor.dispatch.call import Choices, Chosen, Meta, OpCall, Strategy, leaves, rule
 from weft.dtensor.dispatch.planning import written
 from weft.dtensor.dispatch.pricing import choose_strategies
-from weft.dtensor.layout.boxes import Layout, Shape, is_inexact, is_shard, moved, shard_dim
+from weft.dtensor.layout.boxes import Layout
+from weft.dtensor.layout.placements import is_inexact, is_shard, moved, shard_dim
+from weft.dtensor.layout.runs import Shape
 
 # f(sum of terms) = sum of f(term)
 _LINEAR_UNARY = {"neg", "positive", "conj_physical", "_conj", "_neg_view"}

@@ -24,7 +24,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from weft.collectives import cost
 from weft.dtensor.dispatch.call import PENDING, Choices, OpCall, Strategy, Way, rule
-from weft.dtensor.layout.boxes import Layout, pieces_of
+from weft.dtensor.layout.boxes import Layout
+from weft.dtensor.layout.placements import pieces_of
 from weft.dtensor.layout.symbolic import present
 from weft.dtensor.move.transfers import same_shard, transition_bytes
 from weft.dtensor.rules.matmul import contraction, grouped_product, summand_placement

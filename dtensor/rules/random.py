@@ -8,7 +8,8 @@ import torch
 from torch.distributed.tensor import Partial
 
 from weft.dtensor.dispatch.call import Choices, Chosen, Decomposed, Op, OpCall, rule
-from weft.dtensor.layout.boxes import Layout, show
+from weft.dtensor.layout.boxes import Layout
+from weft.dtensor.layout.placements import show
 from weft.dtensor.random import drawn
 
 

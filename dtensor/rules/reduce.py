@@ -15,18 +15,16 @@ from weft.collectives.ranks.reports import check_all
 from weft.dtensor.dispatch.agreement import all_agree
 from weft.dtensor.dispatch.call import Choices, Decomposed, Op, OpCall, Strategy, rule
 from weft.dtensor.dispatch.dispatch import dispatch
-from weft.dtensor.layout.boxes import (
-    Layout,
-    Shape,
-    contiguous_layout,
+from weft.dtensor.layout.boxes import Layout, contiguous_layout, layout_of
+from weft.dtensor.layout.placements import (
     distinct,
     from_front,
     is_shard,
-    layout_of,
     moved,
     pieces_of,
     shard_dim,
 )
+from weft.dtensor.layout.runs import Shape
 from weft.dtensor.move.redistribute import move
 from weft.dtensor.tensor import DTensor, local_as, wrap
 

@@ -21,16 +21,9 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from weft.dtensor.dispatch.call import Choices, Chosen, Localize, OpCall, rule
 from weft.dtensor.dispatch.views import NoViewError
-from weft.dtensor.layout.boxes import (
-    Layout,
-    Shape,
-    chunk,
-    distinct,
-    from_front,
-    is_shard,
-    pieces_of,
-    shard_dim,
-)
+from weft.dtensor.layout.boxes import Layout
+from weft.dtensor.layout.placements import distinct, from_front, is_shard, pieces_of, shard_dim
+from weft.dtensor.layout.runs import Shape, chunk
 
 Pattern = tuple[int, tuple[tuple[int, int], ...]]
 

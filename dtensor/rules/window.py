@@ -21,7 +21,9 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.dtensor.dispatch.call import Choices, OpCall, Strategy, rule
-from weft.dtensor.layout.boxes import Layout, Shape, is_shard, shard_dim, with_boxes
+from weft.dtensor.layout.boxes import Layout, with_boxes
+from weft.dtensor.layout.placements import is_shard, shard_dim
+from weft.dtensor.layout.runs import Shape
 from weft.dtensor.move.redistribute import move
 
 Range = tuple[int, int]

@@ -17,8 +17,8 @@ the end of the step. So an owner adds up its own part, then those of rank - 1, r
 in that order, and gradients are bitwise the same from run to run. No rank ever holds more than two
 shards besides its own, however many ranks there are.
 
-The triton engine is in `ring_kernel` and `ring_grad_kernel`, the generic one in
-`generic`.
+The triton engine is in `ring_kernel` and `ring_grad_kernel`, the generic one, and that of several
+hosts, in `generic`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,12 @@ import torch
 from weft.collectives.profiled import profiler_enabled
 from weft.collectives.ranks.group import GroupLike, group_name
 from weft.collectives.ranks.traced import is_call_traced
-from weft.kernels.attention.generic import gathered_attention, gathered_gradients
+from weft.kernels.attention.generic import (
+    gathered_attention,
+    gathered_gradients,
+    hosts_backward,
+    hosts_forward,
+)
 from weft.kernels.attention.host import host_backward, host_forward
 from weft.kernels.attention.plan import AttentionOptions, AttentionPlan, plan_attention
 from weft.kernels.engine.autocast import autocast
@@ -110,7 +115,8 @@ def ring_attention(
     if call.engine == "generic":
         out, lse = gathered_attention(q, k, v, call.group, call.geometry, call.scale, return_lse)
     else:
-        run = host_forward if call.engine == "host" else _triton_forward
+        ways = {"host": host_forward, "hosts": hosts_forward, "triton": _triton_forward}
+        run = ways[call.engine]
         out, lse = attended(q, k, v, call, run, ring_gradients)
     return (out, lse) if return_lse else out
 
@@ -182,8 +188,8 @@ def ring_gradients(call: AttentionPlan, saved: Saved) -> Gradients:
     """dq, dk and dv."""
     if call.engine == "generic":
         return gathered_gradients(saved, call.group, call.geometry, call.scale)
-    run = host_backward if call.engine == "host" else _triton_backward
-    return run(call, saved)
+    ways = {"host": host_backward, "hosts": hosts_backward, "triton": _triton_backward}
+    return ways[call.engine](call, saved)
 
 
 def _triton_forward(

@@ -355,26 +355,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--arch", nargs="+", default=list(TARGETS), metavar="ARCH",
+        "--arch",
+        nargs="+",
+        default=list(TARGETS),
+        metavar="ARCH",
         help=f"of {', '.join(TARGETS)} (all), or of {', '.join(_CHIPS)}; commas will do as well",
-    )  # fmt: skip
+    )
     parser.add_argument("--case", nargs="+", default=[], help="only these, as the table has them")
     parser.add_argument(
-        "--dtype", nargs="+", default=["bfloat16"], metavar="DTYPE",
+        "--dtype",
+        nargs="+",
+        default=["bfloat16"],
+        metavar="DTYPE",
         choices=["bfloat16", "float16", "float32", "float8_e4m3fn"],
         help="of bfloat16 (the default), float16, float32, float8_e4m3fn",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--wide", action="store_true", help="many more sizes: the heuristics' whole range"
     )
     parser.add_argument(
-        "--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N",
+        "--jobs",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        metavar="N",
         help="processes that compile (as many as there are cores)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--loop", action="store_true",
+        "--loop",
+        action="store_true",
         help="what a step of each main loop issues, beside plain kernels (docs/virtual_time.md)",
-    )  # fmt: skip
+    )
     parser.add_argument("--page", type=Path, help="with --loop: put the table into this page")
     parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
     options = parser.parse_args(arguments)

@@ -29,8 +29,13 @@ from weft.kernels.engine import chips
 from weft.kernels.engine.chips import Chip
 from weft.kernels.engine.epilogues import Activation
 from weft.kernels.engine.fp8 import Scaling
-from weft.kernels.experts import contract_grouped_kernel, expert_launch
-from weft.kernels.experts.expert_tiles import RowTable
+from weft.kernels.expert_kernels import (
+    combine_launch,
+    contract_grouped_kernel,
+    dispatch_launch,
+    few_tokens_launch,
+)
+from weft.kernels.expert_kernels.expert_tiles import RowTable
 from weft.kernels.flash import decode_kernel, grad_tiles, ring_grad_kernel, ring_kernel
 from weft.kernels.flash.geometry import (
     UNBOUNDED,
@@ -480,8 +485,8 @@ def _expert_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, Laun
         ends, *rows = (empty(n, dtype=torch.int32) for n in (_EXPERTS, R, R, R))
         table = RowTable(ends, *rows)
         w = empty(_EXPERTS, N, K).transpose(1, 2) if transposed else empty(_EXPERTS, K, N)
-        with catching(expert_launch, gathers) as caught:
-            expert_launch.launch_dispatch(
+        with catching(dispatch_launch, gathers) as caught:
+            dispatch_launch.launch_dispatch(
                 empty(tokens, K),
                 [w] * (1 + (activation == "swiglu")),
                 _workspace(),
@@ -492,9 +497,21 @@ def _expert_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, Laun
                 numbers=empty(tokens, _TOP_K, dtype=torch.float32) if transposed else None,
             )
         yield case, caught[-1]
+        ids = empty(tokens, _TOP_K, dtype=torch.int32)
+        if tokens <= combine_launch.FEW:
+            with catching(few_tokens_launch) as caught:
+                few_tokens_launch.launch_few_tokens(
+                    empty(tokens, K),
+                    ids,
+                    [w] * (1 + (activation == "swiglu")),
+                    _workspace(),
+                    [tokens] * _W,
+                    [_EXPERTS] * _W,
+                    activation=activation,
+                )
+            yield case, caught[0]
         if activation == "gelu":
             continue
-        ids = empty(tokens, _TOP_K, dtype=torch.int32)
         h, down = empty(R, N), empty(_EXPERTS, K, N).transpose(1, 2)
         pushes = [(case, [h], [down])]
         if case == "experts":  # what a step of training launches besides
@@ -509,8 +526,8 @@ def _expert_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, Laun
             ]
         for name, hs, weights in pushes:
             by_slot = not weights
-            with catching(expert_launch) as caught:
-                expert_launch.launch_combine(
+            with catching(combine_launch) as caught:
+                combine_launch.launch_combine(
                     hs,
                     weights,
                     _workspace(),
@@ -546,8 +563,8 @@ def _expert_gather_launches(
             ("experts, fp8 rows fetched", [], None, None, True),
         ]
     for case, weights, activation, numbers, quantize in gathers_of:
-        with catching(expert_launch, gathers) as caught:
-            expert_launch.launch_dispatch(
+        with catching(dispatch_launch, gathers) as caught:
+            dispatch_launch.launch_dispatch(
                 empty(tokens, w.shape[1]),
                 weights,
                 _workspace(),

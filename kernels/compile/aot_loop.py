@@ -307,9 +307,16 @@ def cells(r: LoopReport) -> list[str]:
         r.special, r.tensor_cycles, r.issue_cycles, r.cycles,
     )  # fmt: skip
     return [
-        r.case, r.kernel, f"{r.flops / 1e6:.2f}", f"{r.loaded_bytes / 1024:.0f}",
-        str(r.instructions), str(r.matrix), pending or "-", *map(str, counts), f"{r.rate:.0%}",
-    ]  # fmt: skip
+        r.case,
+        r.kernel,
+        f"{r.flops / 1e6:.2f}",
+        f"{r.loaded_bytes / 1024:.0f}",
+        str(r.instructions),
+        str(r.matrix),
+        pending or "-",
+        *map(str, counts),
+        f"{r.rate:.0%}",
+    ]
 
 
 def text(reports: Sequence[LoopReport]) -> str:

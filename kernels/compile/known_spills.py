@@ -11,17 +11,20 @@ _BYTES = {
     ("sm_90", "ag_gemm_kernel", "gate and up"): 96,  # by 3.9 alone
     ("sm_90", "dispatch_kernel", "experts, kept"): 80,  # by 3.9; 24 and 32 by the others
     ("sm_80", "_ring_attention_kernel", "attention, packed"): 88,
-    ("sm_80", "_head_attention_backward_kernel", "attention by heads"): 48,
+    ("sm_80", "_head_attention_backward_kernel", "attention by heads"): 8,
     ("sm_80", "_head_attention_backward_kernel", "attention by heads, packed"): 56,
     ("sm_80", "_head_attention_backward_kernel", "attention by heads, D 256"): 56,
-    # In the loop over queries: quicker nevertheless, see `ring_grad_kernel`.
-    ("sm_90", "_ring_attention_backward_kernel", "attention"): 480,
-    ("sm_90", "_ring_attention_backward_kernel", "attention, packed"): 512,
-    ("sm_90", "_head_attention_backward_kernel", "attention by heads"): 32,
-    ("sm_90", "_head_attention_backward_kernel", "attention by heads, packed"): 40,
     ("sm_100", "_ring_attention_backward_kernel", "attention"): 24,
     ("sm_100", "_ring_attention_backward_kernel", "attention, packed"): 32,
     ("sm_100", "_head_attention_kernel", "attention by heads"): 8,
+}
+# Gradients on sm_90, by the width of heads. Of 128, also in the loop over queries: quicker
+# nevertheless, see `ring_grad_kernel`.
+_GRADIENTS = {
+    ("_ring_attention_backward_kernel", 64): 8,
+    ("_ring_attention_backward_kernel", 128): 344,
+    ("_head_attention_backward_kernel", 64): 88,
+    ("_head_attention_backward_kernel", 128): 480,
 }
 
 
@@ -32,4 +35,6 @@ def known_spills(arch: str, dtype: str, kernel: str, case: str, block_d: int) ->
         if "attention_backward" in kernel and block_d > 128:
             return 64
         return 8 if "decode" in kernel and block_d > 256 else 0
+    if arch == "sm_90" and (found := _GRADIENTS.get((kernel, block_d))):
+        return found
     return _BYTES.get((arch, kernel, case), 0)

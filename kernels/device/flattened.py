@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.collectives.device.signals import INTERPRETED, Constant
+from weft.collectives.device.addresses import INTERPRETED, Constant
 from weft.kernels.device import tiles
 
 _INTERPRETED = Constant(INTERPRETED)

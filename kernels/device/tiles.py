@@ -10,10 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from weft.collectives.device.addresses import INTERPRETED, Constant
 from weft.collectives.device.device_math import cdiv as cdiv
 from weft.collectives.device.device_math import element as element
 from weft.collectives.device.device_math import rounded as rounded
-from weft.collectives.device.signals import INTERPRETED, Constant
 from weft.kernels.device.copies import copy_block as copy_block
 
 _INTERPRETED = Constant(INTERPRETED)

@@ -4,7 +4,7 @@
     host      torch.mm on peers' shards, in place through symmetric memory
     generic   a collective, then torch: always available
     hosts     for a group over several hosts: one of these inside each, block by block, while the
-              process group moves the next one between them; "auto" alone takes it
+              process group moves the next one between them; "auto" takes it where it pays
 
 All ranks must choose the same engine, or they would wait for each other forever: the choice depends
 only on what every rank knows.
@@ -21,19 +21,20 @@ import torch
 
 from weft import settings
 from weft.collectives import Group, cost
-from weft.collectives.prices import hardware, library
+from weft.collectives.prices import between_hosts, hardware, library
 from weft.collectives.prices.hardware import Hardware
 from weft.collectives.protocols import COLLECTIVE_OF, moved_bytes, nccl_us
 from weft.collectives.ranks import caches
 from weft.collectives.ranks.group import kept_by_group
 from weft.collectives.ranks.reports import check_all
+from weft.collectives.topology import described, in_two_levels
 from weft.kernels.engine import fused_times, kernel_rates, tuning
 from weft.kernels.engine.chips import chip_of
 
 RunnableEngine = Literal["triton", "host", "generic", "hosts"]
 
 # The ops that run in two levels.
-_OVER_HOSTS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+_OVER_HOSTS = *COLLECTIVE_OF, "ring_attention"
 
 
 @dataclass(frozen=True)
@@ -160,10 +161,13 @@ def _cheapest(problem: Problem, group: Group, device: torch.device) -> tuple[Run
     fused: RunnableEngine = "triton" if group.on_gpus(device) else "host"
     supported, reason = is_supported(fused, problem, group, device)
     if not supported:
-        if _in_two_levels(problem, group):
-            ranks = " + ".join(str(len(each)) for each in group.hosts)
-            return "hosts", f"{ranks} ranks on {len(group.hosts)} hosts, fused inside each"
-        return "generic", reason
+        if not _over_hosts(problem, group):
+            return "generic", reason
+        prices = predict(problem, group, device)
+        best = min(prices, key=lambda engine: prices[engine].score)
+        if best == "hosts":
+            reason = f"{described(group)}, fused inside each"
+        return best, f"{reason}: {_compared(best, prices)}"
     without = f"; not host: {problem.host_refusal}" if problem.host_refusal else ""
     if group.world_size == 1:
         return fused if problem.host_refusal else "host", f"one rank{without}"
@@ -176,11 +180,11 @@ def _cheapest(problem: Problem, group: Group, device: torch.device) -> tuple[Run
     return best, f"{_compared(best, prices)}{without}"
 
 
-def _in_two_levels(problem: Problem, group: Group) -> bool:
-    """Scales of fp8 do not cross. Groups inside of hosts have ascending ranks."""
+def _over_hosts(problem: Problem, group: Group) -> bool:
+    """Scales of fp8 do not cross. Attention is merged as on the host engine."""
     fits = not problem.refusal and problem.dtype != torch.float8_e4m3fn
-    ascending = list(group.ranks) == sorted(group.ranks)
-    return bool(group.hosts) and fits and ascending and problem.op in _OVER_HOSTS
+    fits &= problem.op != "ring_attention" or not problem.host_refusal
+    return fits and problem.op in _OVER_HOSTS and in_two_levels(group)
 
 
 def _compared(best: RunnableEngine, prices: Mapping[RunnableEngine, Price]) -> str:
@@ -223,11 +227,40 @@ class Price:
 def predict(problem: Problem, group: Group, device: torch.device) -> Mapping[RunnableEngine, Price]:
     """Predicted time of each engine. Interpreted kernels are not offered: they are for tests."""
     rates = cost.machine(group, device)
+    if _over_hosts(problem, group):
+        return _in_two_levels(problem, group, device, rates)
     if group.why:
         return {"generic": _by_process_group(problem, rates)}
     if not group.on_gpus(device):
         return _on_cpu(problem, group, device, rates)
     return _on_gpus(problem, group, device, rates)
+
+
+def _in_two_levels(
+    problem: Problem, group: Group, device: torch.device, rates: cost.Machine
+) -> dict[RunnableEngine, Price]:
+    """Compared by what moves, which the levels of one call hide of each other at best."""
+    op, size = COLLECTIVE_OF.get(problem.op, "all_gather"), problem.dtype.itemsize
+    matmul, sizes = _matmul(problem, rates), (problem.op, problem.M, problem.N, problem.K)
+    if problem.op not in COLLECTIVE_OF:  # gathers keys and values
+        whole = apart = problem.moved_bytes * group.world_size // (group.world_size - 1)
+    elif op == "all_gather":
+        whole = apart = moved_bytes(*sizes, size)
+    else:
+        wire = problem.wire_dtype.itemsize if problem.wire_dtype else size
+        whole, apart = moved_bytes(*sizes, wire), moved_bytes(*sizes, max(size, 4))
+    ours, flat = between_hosts.lines(op, group, device)
+    between = Part("between hosts", ours.between * whole, f"{_mib(whole)}, each host's part once")
+    inside = Part("inside hosts", ours.inside * whole, f"at {rates.copy / 1e3:.3g} GB/s")
+    start = Part("signals", ours.start, f"{rates.between_us:.3g} us of them between hosts")
+    us = max(matmul.us + inside.us, between.us) + start.us
+    flat_us = flat.us(apart)
+    how = f"{_mib(apart)}, received at {rates.wire / 1e3:.3g} GB/s"
+    rule = "the longer of what is between hosts and inside, with the matmul, then the rest"
+    return {
+        "hosts": Price(us, ours.us(whole), (matmul, between, inside, start), rule),
+        "generic": Price(matmul.us + flat_us, flat_us, (matmul, Part("collective", flat_us, how))),
+    }
 
 
 def _on_gpus(

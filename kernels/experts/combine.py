@@ -14,23 +14,21 @@ number that goes back to its slot. So results need not be kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from weft.collectives import exchange
 from weft.collectives.memory.checks import check_call
 from weft.collectives.ranks.flight import call_of
 from weft.collectives.ranks.traced import is_call_traced
 from weft.kernels.engine.autocast import autocast, outside_autocast
-from weft.kernels.engine.engines import RunnableEngine, record_backward
-from weft.kernels.engine.local_matmul import check_wire, mm, partial_mm, sum_dtype
+from weft.kernels.engine.engines import record_backward
+from weft.kernels.engine.local_matmul import check_wire
+from weft.kernels.experts.calls import CombineCall, engine_module
 from weft.kernels.experts.dispatch import engine_of, gradients
-from weft.kernels.experts.grouped import contract, grouped_matmul
+from weft.kernels.experts.grouped import grouped_matmul
 from weft.kernels.experts.routing import Routing, check_weights
-from weft.kernels.experts.rows import Pull, Push, to_tokens, weighted_sum
+from weft.kernels.experts.rows import to_tokens, weighted_sum
 
 
 def grouped_matmul_combine(
@@ -91,18 +89,6 @@ def combine(
         topk_weights, routing: as in `grouped_matmul_combine`.
     """
     return _combined(rows, None, topk_weights, routing, None)
-
-
-class CombineCall(NamedTuple):
-    """One call, except for its tensors, which autograd must see."""
-
-    routing: Routing
-    engine: RunnableEngine
-    wire: torch.dtype
-
-    def told(self, columns: int, dtype: torch.dtype) -> tuple[Any, ...]:
-        """What must be the same on every rank."""
-        return dtype, self.wire, ("H", columns), ("k", self.routing.top_k)
 
 
 def _combined(
@@ -179,8 +165,8 @@ class Combine(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(h, w, weights)
         ctx.call = call
-        forward = _host_forward if call.engine == "host" else _triton_forward
-        return forward(call, h, w, weights)
+        y: torch.Tensor = engine_module(call.engine).combine_forward(call, h, w, weights)
+        return y
 
     @staticmethod
     @outside_autocast
@@ -192,119 +178,5 @@ class Combine(torch.autograd.Function):
             made = generic_combine(h, w, weights, call.routing, call.wire)
             return None, *gradients([made], [h, w, weights], needs, [dy])
         record_backward("grouped_matmul_combine", call.engine, call.routing.group, "all_to_all")
-        backward = _host_backward if call.engine == "host" else _triton_backward
+        backward = engine_module(call.engine).combine_backward
         return None, *backward(call, h, w, weights, dy, needs)
-
-
-def _host_forward(
-    call: CombineCall, h: torch.Tensor, w: torch.Tensor | None, weights: torch.Tensor | None
-) -> torch.Tensor:
-    routing, wire, op = call.routing, call.wire, "grouped_matmul_combine"
-    H = h.shape[1] if w is None else w.shape[2]
-    nbytes, told = Push.nbytes(routing, H, wire), call.told(H, h.dtype)
-    with exchange(routing.group, nbytes, op, h.device, channel="host scatter", told=told) as ex:
-        push = Push(ex, routing, H, wire)
-        for e, part in enumerate(routing.rows_of_expert):
-            if part.stop > part.start:
-                push.rows(e, _result(h[part], None if w is None else w[e], wire))
-        y = weighted_sum(push.collected(), weights, routing.tensor_parallel_size, h.dtype)
-        return ex.result(y)
-
-
-def _result(h: torch.Tensor, w: torch.Tensor | None, wire: torch.dtype) -> torch.Tensor:
-    """An expert's results as they travel."""
-    if w is None:
-        return h.to(wire)
-    return mm(h, w) if wire == h.dtype else partial_mm(h, w).to(wire)
-
-
-def _host_backward(
-    call: CombineCall,
-    h: torch.Tensor,
-    w: torch.Tensor | None,
-    weights: torch.Tensor | None,
-    dy: torch.Tensor,
-    needs: Sequence[bool],
-) -> list[torch.Tensor | None]:
-    routing, group = call.routing, call.routing.group
-    needs_h, needs_w, needs_weights = needs
-    op, told = "grouped_matmul_combine backward", call.told(dy.shape[1], dy.dtype)
-    dh = torch.empty_like(h) if needs_h else None
-    dw = torch.empty_like(w) if needs_w and w is not None else None
-    dweights, wide = None, sum_dtype(dy)
-    with ExitStack() as stack:
-        nbytes = Pull.nbytes(routing, dy, weights is not None)
-        ex = exchange(group, nbytes, op, dy.device, channel="host gather", told=told)
-        pull = Pull(stack.enter_context(ex), routing, dy, weights)
-        if needs_weights:
-            nbytes = Push.nbytes(routing, 1, wide)
-            ex = exchange(group, nbytes, op, dy.device, channel="host scatter", told=told)
-            push = Push(stack.enter_context(ex), routing, 1, wide)
-        for e, part in enumerate(routing.rows_of_expert):
-            if part.stop == part.start:
-                if dw is not None:
-                    dw[e].zero_()
-                continue
-            g = pull.rows(e)
-            scale = None if weights is None else pull.numbers(e)
-            if needs_h or needs_weights:
-                back = g if w is None else partial_mm(g, w[e].t())
-                if needs_weights:
-                    push.rows(e, (back * h[part]).sum(1, keepdim=True, dtype=wide))
-                if dh is not None:
-                    dh[part] = back if scale is None else back * scale
-            if dw is not None:
-                contract(dw[e], h[part], g if scale is None else g.mul_(scale))
-        if needs_weights and weights is not None:
-            parts = push.collected().view(*weights.shape, routing.tensor_parallel_size)
-            dweights = parts.sum(2).to(weights.dtype)
-    return [dh, dw, dweights]
-
-
-def _triton_forward(
-    call: CombineCall, h: torch.Tensor, w: torch.Tensor | None, weights: torch.Tensor | None
-) -> torch.Tensor:
-    from weft.kernels.experts.expert_launch import combined
-
-    op, ws = "grouped_matmul_combine", [] if w is None else [w]
-    told = call.told(h.shape[1] if w is None else w.shape[2], h.dtype)
-    return combined(op, told, call.routing, [h], ws, call.wire, weights)
-
-
-def _triton_backward(
-    call: CombineCall,
-    h: torch.Tensor,
-    w: torch.Tensor | None,
-    weights: torch.Tensor | None,
-    dy: torch.Tensor,
-    needs: Sequence[bool],
-) -> list[torch.Tensor | None]:
-    """Rows beyond the last expert's are undefined, and stay so."""
-    from weft.kernels.experts.contract_grouped_kernel import launch_contract_grouped
-    from weft.kernels.experts.expert_launch import combined, dispatched
-
-    routing, (needs_h, needs_w, needs_weights) = call.routing, needs
-    op, told = "grouped_matmul_combine backward", call.told(dy.shape[1], dy.dtype)
-    back_needed = (needs_h or needs_weights) and w is not None
-    made = dispatched(
-        op,
-        told,
-        routing,
-        dy,
-        [w.transpose(1, 2)] if back_needed and w is not None else [],
-        None if weights is None else weights.float().contiguous(),
-    )
-    assert made.rows is not None
-    back = made.ys[0] if made.ys else made.rows
-    scale = None if made.numbers is None else made.numbers.unsqueeze(1)
-    dh = dw = dweights = None
-    if needs_weights and weights is not None:
-        parts = (back.float() * h).sum(1, keepdim=True)
-        dweights = combined(op, told, routing, [parts], [], torch.float32, by_slot=True)
-        dweights = dweights.view(weights.shape).to(weights.dtype)
-    if needs_h:
-        dh = back if scale is None else (back * scale).to(h.dtype)
-    if needs_w and w is not None:
-        g = made.rows if scale is None else (made.rows * scale).to(h.dtype)
-        dw = launch_contract_grouped(h, g, routing.ends, out=torch.empty_like(w))
-    return [dh, dw, dweights]

@@ -26,6 +26,7 @@ from weft.collectives.custom_ops import (
     world_of,
 )
 from weft.kernels.engine.fp8 import Quantize
+from weft.kernels.experts.calls import DispatchCall
 from weft.kernels.experts.combine import (
     Combine,
     combine,
@@ -35,7 +36,6 @@ from weft.kernels.experts.combine import (
 )
 from weft.kernels.experts.dispatch import (
     Dispatch,
-    DispatchCall,
     check_routing,
     engine_of,
     generic_dispatch,

@@ -20,13 +20,11 @@ that of the rows, as if they had not been rounded; that of w is of the rows as t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
-from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 
-from weft.collectives import exchange, resolve
+from weft.collectives import resolve
 from weft.collectives.memory.checks import check_call
 from weft.collectives.ranks.flight import call_of
 from weft.collectives.ranks.group import GroupLike, group_name
@@ -37,10 +35,18 @@ from weft.kernels.engine.chips import chip_of
 from weft.kernels.engine.engines import Problem, RunnableEngine, choose, record_backward
 from weft.kernels.engine.epilogues import Activation
 from weft.kernels.engine.fp8 import FP8, Quantize, check_quantize
-from weft.kernels.engine.local_matmul import mm, on_cpu, partial_mm
-from weft.kernels.experts.grouped import contract, grouped_matmul
-from weft.kernels.experts.routing import Routing, check_tokens, routed
-from weft.kernels.experts.rows import Pull, Push, to_experts, weighted_sum
+from weft.kernels.engine.local_matmul import on_cpu
+from weft.kernels.experts.calls import DispatchCall, DispatchMade, engine_module
+from weft.kernels.experts.grouped import grouped_matmul
+from weft.kernels.experts.routing import (
+    Roster,
+    Routing,
+    check_tokens,
+    rostered,
+    routed,
+    routing_of,
+)
+from weft.kernels.experts.rows import to_experts
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -116,7 +122,7 @@ def dispatch_grouped_matmul(
         activation: as in `all_gather_matmul`; "swiglu" takes w as the pair (gate, up).
         tensor_parallel_size: on how many consecutive ranks each expert is: w holds a part of its N.
         keep_gathered: keep the rows, k times the tokens, for the gradient of w. False: pull them
-            again in backward.
+            again in backward. Not heeded for up to 256 tokens a rank on a GPU.
         quantize: "fp8": rows travel as torch.float8_e4m3fn, with an fp32 scale each, and are
             rounded so: by at most 1/16 of a number, or 2**-18.8 of the largest of its row.
         capacity: see `route`.
@@ -143,13 +149,14 @@ def dispatch_grouped_matmul(
     epilogues.check_activation(activation, weights)
     check_quantize(quantize)
     _check(x, weights)
-    tp = tensor_parallel_size
+    tp, traced, made = tensor_parallel_size, is_call_traced(x), None
+    routing: Roster | Routing
     if isinstance(topk_ids, Routing):
         routing = topk_ids
         _check_given(routing, group, tp, capacity, sizes)
     else:
         check_tokens(topk_ids, x)
-        if not is_call_traced(x):
+        if not traced:
             group, k = resolve(group), topk_ids.shape[1]
             told = (
                 x.dtype,
@@ -159,14 +166,22 @@ def dispatch_grouped_matmul(
                 ("quantize", quantize),
             )
             check_call(group, lambda: call_of("dispatch_grouped_matmul", told).text.decode())
-        routing = routed(topk_ids, len(weights[0]), group, tp, capacity, sizes)
-    if is_call_traced(x):  # see `custom_ops`
+        find = routed if traced else rostered
+        routing = find(topk_ids, len(weights[0]), group, tp, capacity, sizes)
+    if traced and isinstance(routing, Routing):  # see `custom_ops`
         zs = traced_dispatch(x, weights, routing, keep_gathered, quantize)
         hs = epilogues.activate(zs, activation)
         return hs[0] if isinstance(w, torch.Tensor) or activation == "swiglu" else hs, routing
-    routing = check_routing(routing, x, weights[0])
+    if isinstance(routing, Routing):
+        routing = check_routing(routing, x, weights[0])
     engine = engine_of("dispatch_grouped_matmul", x, weights, routing, quantize)
-    call = DispatchCall(routing, engine, activation, keep_gathered, quantize)
+    if isinstance(routing, Roster):
+        if engine == "triton" and capacity is None and quantize is None:
+            from weft.kernels.experts import launched
+
+            made = launched.dispatch_few(routing, x, weights, activation)
+        routing = made[0] if made else routing_of(routing, capacity)
+    call = DispatchCall(routing, engine, activation, keep_gathered, quantize, made and made[1])
     if engine == "generic":
         hs = generic_dispatch(call, x, weights)
     else:
@@ -205,21 +220,6 @@ def traced_dispatch(
     op, tp = torch.ops.weft.dispatch_grouped_matmul, routing.tensor_parallel_size
     made: list[torch.Tensor] = op(x, weights, routing.tensors, routing.name, tp, keep, quantize)
     return made[: max(1, len(weights))]
-
-
-class DispatchCall(NamedTuple):
-    """One call, except for its tensors, which autograd must see."""
-
-    routing: Routing
-    engine: RunnableEngine
-    activation: Activation | None
-    keep: bool  # the rows, for the gradients of the weights
-    quantize: Quantize | None
-
-    def told(self, x: torch.Tensor) -> tuple[Any, ...]:
-        """What must be the same on every rank."""
-        k, quantize = ("k", self.routing.top_k), ("quantize", self.quantize)
-        return x.dtype, ("K", x.shape[1]), k, quantize
 
 
 def _check(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
@@ -268,7 +268,7 @@ def engine_of(
     op: str,
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
-    routing: Routing,
+    routing: Roster | Routing,
     quantize: Quantize | None = None,
 ) -> RunnableEngine:
     """The one asked for, or the cheapest for rows like x by `weights`; the same on every rank."""
@@ -301,9 +301,11 @@ class Dispatch(torch.autograd.Function):
         ctx: Any, call: DispatchCall, x: torch.Tensor, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         keep = call.keep and any(ctx.needs_input_grad[2:])
-        forward = _host_forward if call.engine == "host" else _triton_forward
-        made = forward(call, x, weights, keep, any(ctx.needs_input_grad))
-        ctx.call, ctx.kept = call, made.rows is not None
+        made: DispatchMade = call.made or engine_module(call.engine).dispatch_forward(
+            call, x, weights, keep, any(ctx.needs_input_grad)
+        )
+        # Not with results, which refer to ctx.
+        ctx.call, ctx.kept = call._replace(made=None), made.rows is not None
         ctx.save_for_backward(x, *weights, *([made.rows] if ctx.kept else []), *made.kept)
         return tuple(made.hs)
 
@@ -322,7 +324,7 @@ class Dispatch(torch.autograd.Function):
         record_backward(
             "dispatch_grouped_matmul", call.engine, call.routing.group, *filter(None, moved)
         )
-        backward = _host_backward if call.engine == "host" else _triton_backward
+        backward = engine_module(call.engine).dispatch_backward
         return None, *backward(call, x, weights, rows, dhs, saved, needs_x, needs_w)
 
 
@@ -336,153 +338,6 @@ def gradients(
     wanted = [x for x, need in zip(operands, needs, strict=True) if need and x is not None]
     found = iter(torch.autograd.grad(made, wanted, grads, create_graph=True, allow_unused=True))
     return [next(found) if need else None for need in needs]
-
-
-class _Made(NamedTuple):
-    """What a forward makes: `hs`, the rows if they are kept, and what else a gradient needs."""
-
-    hs: list[torch.Tensor]
-    rows: torch.Tensor | None
-    kept: list[torch.Tensor]
-
-
-def _host_forward(
-    call: DispatchCall, x: torch.Tensor, weights: Sequence[torch.Tensor], keep: bool, grads: bool
-) -> _Made:
-    """Expert by expert, so that what is made of its rows is still in the caches."""
-    routing, activation = call.routing, call.activation
-    R, op = routing.count, "dispatch_grouped_matmul"
-    rows = x.new_empty(R, x.shape[1]) if keep or not weights else None
-    if grads and epilogues.keeps_sums(activation):
-        zs = [x.new_empty(R, w.shape[2]) for w in weights]
-    else:
-        zs = []
-    outputs = weights[:1] if activation == "swiglu" else weights
-    hs = [x.new_empty(R, w.shape[2]) for w in outputs]
-    quantize, told = call.quantize is not None, call.told(x)
-    nbytes = Pull.nbytes(routing, x, quantize=quantize)
-    with exchange(routing.group, nbytes, op, x.device, channel="host gather", told=told) as ex:
-        pull = Pull(ex, routing, x, quantize=quantize)
-        for e, part in enumerate(routing.rows_of_expert):
-            if part.stop == part.start:
-                continue
-            mine = pull.rows(e, None if rows is None else rows[part])
-            into = [z[part] for z in zs] or ([h[part] for h in hs] if activation is None else [])
-            made = [
-                mm(mine, w[e], out=out) for w, out in zip_longest(weights, into[: len(weights)])
-            ]
-            if activation is not None:
-                for h, each in zip(hs, epilogues.activate(made, activation), strict=True):
-                    h[part] = each
-        for result in [*hs, *zs] if rows is None else [*hs, *zs, rows]:
-            ex.result(result)
-    if rows is not None and not weights:
-        return _Made([rows], None, [])
-    return _Made(hs, rows, zs or (hs if activation else []))
-
-
-def _host_backward(
-    call: DispatchCall,
-    x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    rows: torch.Tensor | None,
-    dhs: Sequence[torch.Tensor],
-    kept: Sequence[torch.Tensor],
-    needs_x: bool,
-    needs_w: Sequence[bool],
-) -> list[torch.Tensor | None]:
-    routing, group = call.routing, call.routing.group
-    op, told = "dispatch_grouped_matmul backward", call.told(x)
-    wire, quantize = routing.wire(x), call.quantize is not None
-    dws = [torch.empty_like(w) if need else None for w, need in zip(weights, needs_w, strict=True)]
-    dx = None
-    with ExitStack() as stack:
-        if any(needs_w) and rows is None:
-            nbytes = Pull.nbytes(routing, x, quantize=quantize)
-            ex = exchange(group, nbytes, op, x.device, channel="host gather", told=told)
-            pull = Pull(stack.enter_context(ex), routing, x, quantize=quantize)
-        if needs_x:
-            nbytes = Push.nbytes(routing, x.shape[1], wire)
-            ex = exchange(group, nbytes, op, x.device, channel="host scatter", told=told)
-            push = Push(stack.enter_context(ex), routing, x.shape[1], wire)
-        for e, part in enumerate(routing.rows_of_expert):
-            dh = [each[part] for each in dhs]
-            dzs = epilogues.gradients(dh, [each[part] for each in kept], call.activation)
-            if any(needs_w):
-                mine = rows[part] if rows is not None else pull.rows(e)
-                for dw, dz in zip(dws, dzs, strict=True):
-                    if dw is not None:
-                        contract(dw[e], mine, dz)
-            if needs_x and part.stop > part.start:
-                push.rows(e, _back(dzs, [w[e] for w in weights], wire))
-        if needs_x:
-            dx = weighted_sum(push.collected(), None, routing.tensor_parallel_size, x.dtype)
-    return [dx, *dws]
-
-
-def _back(
-    dzs: list[torch.Tensor], weights: Sequence[torch.Tensor], wire: torch.dtype
-) -> torch.Tensor:
-    """The gradient of an expert's rows: sum over i of dz_i @ w_i^T, as it travels."""
-    if not weights:
-        return dzs[0].to(wire)
-    if len(weights) == 1 and wire == dzs[0].dtype:
-        return mm(dzs[0], weights[0].t())
-    total = None
-    for dz, w in zip(dzs, weights, strict=True):
-        total = partial_mm(dz, w.t(), plus=total, out=total)
-    assert total is not None
-    return total.to(wire)
-
-
-def _triton_forward(
-    call: DispatchCall, x: torch.Tensor, weights: Sequence[torch.Tensor], keep: bool, grads: bool
-) -> _Made:
-    from weft.kernels.experts.expert_launch import dispatched
-
-    activation, op = call.activation, "dispatch_grouped_matmul"
-    made = dispatched(
-        op,
-        call.told(x),
-        call.routing,
-        x,
-        weights,
-        activation=activation,
-        keep_sums=grads and epilogues.keeps_sums(activation),
-        quantize=call.quantize is not None,
-    )
-    if not weights and made.rows is not None:
-        return _Made([made.rows], None, [])
-    return _Made(made.ys, made.rows if keep else None, made.sums or (made.ys if activation else []))
-
-
-def _triton_backward(
-    call: DispatchCall,
-    x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    rows: torch.Tensor | None,
-    dhs: Sequence[torch.Tensor],
-    kept: Sequence[torch.Tensor],
-    needs_x: bool,
-    needs_w: Sequence[bool],
-) -> list[torch.Tensor | None]:
-    from weft.kernels.experts.contract_grouped_kernel import launch_contract_grouped
-    from weft.kernels.experts.expert_launch import combined, dispatched
-
-    routing, op, told = call.routing, "dispatch_grouped_matmul backward", call.told(x)
-    dzs = epilogues.gradients(list(dhs), list(kept), call.activation)
-    dx = None
-    if any(needs_w) and rows is None:
-        rows = dispatched(op, told, routing, x, quantize=call.quantize is not None).rows
-    if needs_x:
-        backs = [w.transpose(1, 2) for w in weights]
-        dx = combined(op, told, routing, dzs, backs, routing.wire(x))
-    dws: list[torch.Tensor | None] = [None] * len(weights)
-    for i, (w, dz, need) in enumerate(zip(weights, dzs, needs_w, strict=False)):
-        if need and rows is not None:
-            out = torch.empty_like(w)  # in w's own layout
-            dws[i] = launch_contract_grouped(rows, dz, routing.ends, out=out)
-    return [dx, *dws]
 
 
 def dispatch_grouped_matmul_reference(

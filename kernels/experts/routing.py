@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -167,6 +167,21 @@ class Routing:
         return padding.repeat_interleave(self.tensor_parallel_size).nonzero().squeeze(1)
 
 
+class Roster(NamedTuple):
+    """What all ranks know of each other before they know their ids; fields as of `Routing`."""
+
+    group: Group
+    tensor_parallel_size: int
+    topk_ids: torch.Tensor
+    tokens: list[int]
+    experts: list[int]
+
+    @property
+    def top_k(self) -> int:
+        """k, the experts of a token."""
+        return self.topk_ids.shape[1]
+
+
 def route(
     topk_ids: torch.Tensor,
     num_experts: int,
@@ -224,11 +239,27 @@ def routed(
     Given `num_experts`, of all ranks, they have a share of these, whatever `own_experts` is.
     """
     check_tokens(topk_ids)
-    ids = topk_ids.detach().to(torch.int32).contiguous()
     if is_call_traced(topk_ids):  # see `custom_ops`
+        ids = topk_ids.detach().to(torch.int32).contiguous()
         name, op = group_name(group), torch.ops.weft.route
         made = op(ids, own_experts, name, tp, capacity, sizes, num_experts)
         return Routing.of_tensors([ids, *made], name, tp)
+    return routing_of(
+        rostered(topk_ids, own_experts, group, tp, capacity, sizes, num_experts), capacity
+    )
+
+
+def rostered(
+    topk_ids: torch.Tensor,
+    own_experts: int,
+    group: GroupLike,
+    tp: int,
+    capacity: int | None = None,
+    sizes: Sequence[int] | None = None,
+    num_experts: int | None = None,
+) -> Roster:
+    """The first half of `routed`, which no device takes part in."""
+    ids = topk_ids.detach().to(torch.int32).contiguous()
     group = resolve(group)
     check_parts(group, tp)
     own = (
@@ -242,8 +273,15 @@ def routed(
     tokens, experts, extremes = map(list, zip(*told, strict=True))
     if sizes is not None and list(sizes) != tokens:
         raise ValueError(f"sizes must be the tokens of every rank, {tokens}, got {list(sizes)}")
+    _check(tp, experts, extremes, sum(experts[::tp]))
+    return Roster(group, tp, ids, tokens, experts)
+
+
+def routing_of(roster: Roster, capacity: int | None) -> Routing:
+    """The second half: all ranks gather all ids."""
+    group, tp, ids, tokens, experts = roster
+    k, own = roster.top_k, experts[group.rank]
     firsts = [0, *accumulate(experts[::tp])]  # of each set of ranks with the same experts
-    _check(tp, experts, extremes, firsts[-1])
     everyones = all_gather(ids, group, sizes=tokens).reshape(-1)
     load = _counted(everyones, firsts[-1])
     counted = [load[low:high].sum() for low, high in pairwise(firsts)]

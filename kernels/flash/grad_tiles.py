@@ -8,6 +8,7 @@ With p = exp(scores - lse), the final probabilities:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from weft.kernels.flash.attention_tiles import (
     contiguous_rows,
     head_ptr,
     heads_of,
+    load_columns,
     load_rows,
     row_sum,
     seen_pairs,
@@ -39,7 +41,10 @@ _DELTA_TILE = 16384  # elements of a tile of delta: a core has 64 KiB of half pr
 
 
 class Queries(NamedTuple):
-    """For B * H heads of n queries: `q` and `dout` (Heads), `lse` and `delta` (B, H, n) fp32."""
+    """For B * H heads of n queries: `q` and `dout` (Heads), `lse` and `delta` (B, H, n) fp32.
+
+    `lse` is times log2(e), and 0 for queries that see nothing, whose scores are masked.
+    """
 
     q: Any
     dout: Any
@@ -61,7 +66,7 @@ class HeadQueries(NamedTuple):
 
 
 class QueryTile(NamedTuple):
-    """Rows of one head: `q` and `dout` (BLOCK_M, block_d), `lse` times log2(e) and `delta`."""
+    """Rows of one head: `q` and `dout` (BLOCK_M, block_d), `lse` and `delta` as in Queries."""
 
     q: Any
     dout: Any
@@ -80,19 +85,22 @@ class KeyTile(NamedTuple):
 def given_to_gradients(
     saved: Saved,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Queries]:
-    """What both kernels take first: new dq, dk and dv, and Queries, whose delta is enqueued."""
+    """What both kernels take first: new dq, dk and dv, and Queries, whose numbers are enqueued."""
     q, k, v, out, lse, grad_out, grad_lse = saved
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     rows, grad_rows = heads_of(contiguous_rows(q)), heads_of(contiguous_rows(grad_out))
-    delta = temporary(torch.empty_like(lse))
-    _launch_delta(delta, out, None if grad_lse is None else grad_lse.contiguous(), grad_rows)
-    return dq, dk, dv, Queries(rows, grad_rows, lse, delta, q.shape[1], q.shape[2])
+    numbers = [temporary(torch.empty_like(lse)) for _ in range(2)]
+    grad_lse = None if grad_lse is None else grad_lse.contiguous()
+    _launch_numbers(numbers, out, lse, grad_lse, grad_rows)
+    return dq, dk, dv, Queries(rows, grad_rows, *numbers, q.shape[1], q.shape[2])
 
 
 @triton.jit
-def _delta_kernel(
-    delta,  # (B, H, n) fp32
+def _numbers_kernel(
+    scaled_lse,  # (B, H, n) fp32
+    delta,  # the same
     out_ptr,  # (B, H, n, D)
+    lse_ptr,  # (B, H, n) fp32
     dlse_ptr,  # (B, H, n) or None
     dout,  # Heads
     B,
@@ -102,7 +110,7 @@ def _delta_kernel(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """delta, by tiles of BLOCK rows of a head. Grid: any."""
+    """`lse` and `delta` of Queries, by tiles of BLOCK rows of a head. Grid: any."""
     chunks = tiles.cdiv(n, BLOCK)
     for unit in range(tl.program_id(0), B * H * chunks, tl.num_programs(0)):
         head, row = unit // chunks, unit % chunks * BLOCK
@@ -115,27 +123,28 @@ def _delta_kernel(
         if dlse_ptr is not None:
             values -= tl.load(dlse_ptr + first + rows, mask=rows < n, other=0.0)
         tl.store(delta + first + rows, values, mask=rows < n)
+        lse = tl.load(lse_ptr + first + rows, mask=rows < n, other=0.0)
+        lse = tl.where(lse == float("-inf"), 0.0, lse * LOG2_E)
+        tl.store(scaled_lse + first + rows, lse, mask=rows < n)
 
 
-def _launch_delta(
-    delta: torch.Tensor, out: torch.Tensor, grad_lse: torch.Tensor | None, dout: Heads
+def _launch_numbers(
+    numbers: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    dout: Heads,
 ) -> None:
-    """Enqueue delta: by all cores, as no gradient can begin before. 32 heads of 4,096 rows took the
+    """Enqueue both: by all cores, as no gradient can begin before. 32 heads of 4,096 rows took the
     copy programs of a launch 6 ms on an H200, and a kernel with 32 rows a program 20 us.
     """
     B, H, n, D = out.shape
     block_d = max(16, triton.next_power_of_2(D))
     block = max(16, _DELTA_TILE // block_d)
     programs = min(chip_of(out.device).programs, B * H * triton.cdiv(n, block))
-    launching(_delta_kernel, programs)(
-        delta, out, grad_lse, dout, B, H, n, D=D, BLOCK=block, BLOCK_D=block_d, num_warps=8
+    launching(_numbers_kernel, programs)(
+        *numbers, out, lse, grad_lse, dout, B, H, n, D=D, BLOCK=block, BLOCK_D=block_d, num_warps=8
     )
-
-
-@triton.jit
-def in_base_2(lse):
-    """log-sum-exps times log2(e), or 0 for queries that see nothing, whose scores are masked."""
-    return tl.where(lse == float("-inf"), 0.0, lse * LOG2_E)
 
 
 @triton.jit
@@ -186,23 +195,26 @@ def add_to_dkv(
     BLOCK_N: tl.constexpr = k.shape[0]
     D: tl.constexpr = SHAPE.head_dim
     BLOCK_D: tl.constexpr = SHAPE.block_d
+    WARPS: tl.constexpr = SHAPE.config.num_warps
     qk_scale, end = ring.scale * LOG2_E, within.end
     KEYS_FIRST: tl.constexpr = k.dtype != tl.float32 and (BLOCK_N >= 64 or _INTERPRETED)
     for start in range(within.begin, end, BLOCK_M):
         rows = start + tl.arange(0, BLOCK_M)
         q = load_rows(queries.q, start, end, queries.stride_q, BLOCK_M, D, BLOCK_D)
-        lse = in_base_2(tl.load(queries.lse + rows, mask=rows < end, other=0.0))
         if KEYS_FIRST:
+            lse = load_columns(queries.lse, start, end, BLOCK_N, BLOCK_M, WARPS)
             scores = tiles.dot(k, q.T, tiles.zeros(BLOCK_N, BLOCK_M)) * qk_scale
-            p = tl.exp2(scores - lse[None, :])
+            p = tl.exp2(scores - lse)
         else:
+            lse = tl.load(queries.lse + rows, mask=rows < end, other=0.0)
             scores = tiles.dot(q, k.T, tiles.zeros(BLOCK_M, BLOCK_N)) * qk_scale
             p = tl.exp2(scores - lse[:, None])
         dout = load_rows(queries.dout, start, end, queries.stride_dout, BLOCK_M, D, BLOCK_D)
-        delta = tl.load(queries.delta + rows, mask=rows < end, other=0.0)
         if KEYS_FIRST:
-            ds = tiles.dot(v, dout.T, tiles.zeros(BLOCK_N, BLOCK_M)) - delta[None, :]
+            delta = load_columns(queries.delta, start, end, BLOCK_N, BLOCK_M, WARPS)
+            ds = tiles.dot(v, dout.T, tiles.zeros(BLOCK_N, BLOCK_M)) - delta
         else:
+            delta = tl.load(queries.delta + rows, mask=rows < end, other=0.0)
             ds = tiles.dot(dout, v.T, tiles.zeros(BLOCK_M, BLOCK_N)) - delta[:, None]
         if (start < within.full) | (start >= within.full_end):
             if KEYS_FIRST:
@@ -278,7 +290,7 @@ def sum_dq(
     rows = row + tl.arange(0, BLOCK_M)
     q = load_rows(queries.q, row, stop, queries.stride_q, BLOCK_M, D, BLOCK_D)
     dout = load_rows(queries.dout, row, stop, queries.stride_dout, BLOCK_M, D, BLOCK_D)
-    lse = in_base_2(tl.load(queries.lse + rows, mask=rows < stop, other=0.0))
+    lse = tl.load(queries.lse + rows, mask=rows < stop, other=0.0)
     delta = tl.load(queries.delta + rows, mask=rows < stop, other=0.0)
     held, dq = QueryTile(q, dout, lse, delta), tiles.zeros(BLOCK_M, BLOCK_D)
     arrivals, dq = over_keys(

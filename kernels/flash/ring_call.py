@@ -137,22 +137,31 @@ def _copy_programs(
 
 
 def ring_options(
-    heads: int, kv_heads: int, rows: int, dtype: torch.dtype, world_size: int, chip: Chip
+    heads: int,
+    kv_heads: int,
+    rows: int,
+    D: int,
+    dtype: torch.dtype,
+    world_size: int,
+    chip: Chip,
+    num_warps: int,
+    num_stages: int,
 ) -> dict[str, Any]:
-    """RingOptions of shards of at most `rows` queries, by name; heads count over batches.
-
-    `copy_rows` tells how many rows are copied at a time where kernels are compiled.
-    """
+    """RingOptions of shards of at most `rows` queries, by name; heads count over batches."""
     copies = _copy_programs(chip, heads, kv_heads, rows, dtype, world_size)
-    options: dict[str, Any] = {"programs": chip.programs, "copy_programs": copies}
-    if chip is INTERPRETER:
-        return options | {"group_heads": 2, "copy_m": 16}
-    group_heads = _KV_HEADS * max(1, heads // max(kv_heads, 1))
-    registers = not chip.is_amd
-    return options | {"group_heads": group_heads, "all_registers": registers}
+    interpreted = chip is INTERPRETER
+    return {
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+        "all_registers": not (chip.is_amd or interpreted),
+        "group_heads": 2 if interpreted else _KV_HEADS * max(1, heads // max(kv_heads, 1)),
+        "programs": chip.programs,
+        "copy_programs": copies,
+        "copy_m": 16 if interpreted else _copy_rows(num_warps, D, dtype),
+    }
 
 
-def copy_rows(num_warps: int, D: int, dtype: torch.dtype) -> int:
+def _copy_rows(num_warps: int, D: int, dtype: torch.dtype) -> int:
     """Rows that a copy program moves at a time: 128 bytes a thread, 64 where more would spill.
 
     At most 256, as what nobody sees is left out by so many.

@@ -65,19 +65,19 @@ def ring_grad_config(
     heads: int, kv_heads: int, rows: int, D: int, dtype: torch.dtype, world_size: int, chip: Chip
 ) -> RingGradConfig:
     """The launch for shards of at most `rows` queries, `heads` = B * H."""
-    options = ring_call.ring_options(heads, kv_heads, rows, dtype, world_size, chip)
-    if chip is INTERPRETER:
-        block = 16 if rows <= 16 else 32
-        return RingGradConfig(block, block, block, block, 16, **options)
-    dkv_m, dkv_n, dq_m, dq_n, num_warps, num_stages = _tiles(D, dtype, chip)
-    options |= {"num_warps": num_warps, "num_stages": num_stages}
-    options["copy_m"] = ring_call.copy_rows(num_warps, D, dtype)
-    reduce_n = 8  # 16 rows spill, 8 bytes on sm_90
+    dkv_m, dkv_n, dq_m, dq_n, *launched = _tiles(rows, D, dtype, chip)
+    options = ring_call.ring_options(heads, kv_heads, rows, D, dtype, world_size, chip, *launched)
+    reduce_n = 16 if chip is INTERPRETER else 8  # 16 rows spill, 8 bytes on sm_90
     return RingGradConfig(dkv_m, dkv_n, dq_m, dq_n, reduce_n, **options)
 
 
-def _tiles(D: int, dtype: torch.dtype, chip: Chip) -> tuple[int, int, int, int, int, int]:
+def _tiles(
+    rows: int, D: int, dtype: torch.dtype, chip: Chip
+) -> tuple[int, int, int, int, int, int]:
     """dkv_m, dkv_n, dq_m, dq_n, warps and stages: of those tried, the largest that spill least."""
+    if chip is INTERPRETER:
+        block = 16 if rows <= 16 else 32
+        return block, block, block, block, 8, 3
     width = 64 if D <= 64 else 128 if D <= 128 else 256
     if dtype == torch.float32:
         wide_warps = 4 if chip.is_amd else 8
@@ -93,12 +93,10 @@ def _tiles(D: int, dtype: torch.dtype, chip: Chip) -> tuple[int, int, int, int, 
     if chip.family == "sm_80" and D <= 128:
         # 32 x 64 spill 168 and 8 bytes here.
         return (32, 32, 32, 32, 8, 2) if D <= 64 else (16, 64, 64, 32, 8, 2)
-    if chip.name == "sm_90" and D == 128:
-        # With 128 keys each of two warp groups has rows of its own. It spills, and yet is the
-        # quickest of 12 on an H200, 1,488 us: without spills 1,778 (4,096 tokens, 32 heads on 8).
-        return 64, 128, 128, 32, 8, 3
-    if chip.name == "sm_90" and D <= 64:  # masks of columns spill 24 to 40 bytes
-        return 64, 64, 128, 64, 8, 2
+    if chip.name == "sm_90" and D <= 128:
+        # With 128 keys each of two warp groups has rows of its own. Where D is above 64 it spills,
+        # and yet was the quickest of 12 on an H200 (4,096 tokens, 32 heads of 128 on 8).
+        return 64, 128, 128, 64 if D <= 64 else 32, 8, 3
     return (32, 64, 64, 32, 8, 2) if D <= 128 else (16, 32, 32, 16, 8, 2)
 
 

@@ -70,23 +70,27 @@ def ring_config(
     heads: int, kv_heads: int, rows: int, D: int, dtype: torch.dtype, world_size: int, chip: Chip
 ) -> RingConfig:
     """The launch for shards of at most `rows` queries, `heads` = B * H."""
-    options = ring_call.ring_options(heads, kv_heads, rows, dtype, world_size, chip)
-    if chip is INTERPRETER:
-        block = 16 if rows <= 16 else 32
-        return RingConfig(block, block, **options)
-    block_m, block_n, num_warps, num_stages = _tile(D, dtype, chip)
-    if rows <= 64:
-        # Larger tiles, or more warps, spill 8 to 112 bytes here.
-        most_m, most_n = (16, 32) if rows <= 16 else (64, 64 if D <= 128 else 16)
-        block_m, block_n = min(block_m, most_m), min(block_n, most_n)
-        num_warps = 4 if rows <= 16 or D <= 64 or chip.is_amd else 8
-    options |= {"num_warps": num_warps, "num_stages": num_stages}
-    options["copy_m"] = ring_call.copy_rows(num_warps, D, dtype)
+    block_m, block_n, *launched = _tile(rows, D, dtype, chip)
+    options = ring_call.ring_options(heads, kv_heads, rows, D, dtype, world_size, chip, *launched)
     return RingConfig(block_m, block_n, **options)
 
 
-def _tile(D: int, dtype: torch.dtype, chip: Chip) -> tuple[int, int, int, int]:
-    """Rows of queries, rows of keys, warps and stages: the largest tried without spills."""
+def _tile(rows: int, D: int, dtype: torch.dtype, chip: Chip) -> tuple[int, int, int, int]:
+    """Rows of queries, rows of keys, warps and stages."""
+    if chip is INTERPRETER:
+        block = 16 if rows <= 16 else 32
+        return block, block, 8, 3
+    block_m, block_n, num_warps, num_stages = _large_tile(D, dtype, chip)
+    if rows > 64:
+        return block_m, block_n, num_warps, num_stages
+    # Larger tiles, or more warps, spill 8 to 112 bytes here.
+    most_m, most_n = (16, 32) if rows <= 16 else (64, 64 if D <= 128 else 16)
+    num_warps = 4 if rows <= 16 or D <= 64 or chip.is_amd else 8
+    return min(block_m, most_m), min(block_n, most_n), num_warps, num_stages
+
+
+def _large_tile(D: int, dtype: torch.dtype, chip: Chip) -> tuple[int, int, int, int]:
+    """The same for many rows: the largest tried without spills."""
     width = 64 if D <= 64 else 128 if D <= 128 else 256
     if dtype == torch.float32:
         return 32, 16, 4 if D <= 64 or chip.is_amd else 8, 1

@@ -15,8 +15,7 @@ part.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import FunctionType
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -45,90 +44,6 @@ class _ParallelLinear(ParallelModule):
     bias: nn.Parameter | None
     weight_scale: nn.Parameter | None
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        group: GroupLike = None,
-        sequence_dim: int | None = REQUIRED,
-        merged_sizes: Sequence[int] | None = None,
-        copies: Sequence[int] | None = None,
-        gather_output: bool = False,
-        input_is_parallel: bool = True,
-        keep_gathered: bool = True,
-        wire_dtype: torch.dtype | None = None,
-    ) -> None:
-        """Draw the weights of an nn.Linear and keep this rank's part.
-
-        Args:
-            in_features, out_features, bias, device, dtype: of the whole nn.Linear. With the same
-                seed on every rank, the weights are those that it would have drawn.
-            group: ProcessGroup, 1-D DeviceMesh, or None for the world.
-            sequence_dim: to be chosen. An int: the activations outside the pair are cut over the
-                ranks along this dim (sequence parallelism). None: they are whole, and the same, on
-                every rank. One in place of the other gives the right output and wrong gradients.
-            merged_sizes: for a layer that merges several (Q, K and V; gate and up), how many of the
-                features that are cut belong to each, so that every rank gets its part of each, side
-                by side; None: a single layer.
-            copies: for each merged layer of a ColumnParallelLinear, on how many consecutive ranks
-                each of its parts is replicated: W // heads for K and V with fewer heads than there
-                are ranks, so that each rank has a whole head. None: 1.
-            gather_output: see ColumnParallelLinear.
-            input_is_parallel: see RowParallelLinear.
-            keep_gathered: see ColumnParallelLinear.
-            wire_dtype: see RowParallelLinear.
-
-        Raises:
-            TypeError: no sequence_dim.
-            ValueError: merged_sizes that do not add up to the features, copies that do not divide
-                the ranks, copies, gather_output or keep_gathered=False for a RowParallelLinear, or
-                input_is_parallel=False or a wire_dtype for a ColumnParallelLinear.
-        """
-        super().__init__()
-        whole = nn.Linear(in_features, out_features, bias, device, dtype)
-        self._take(
-            whole, group, sequence_dim, merged_sizes, copies, gather_output, input_is_parallel,
-            keep_gathered, wire_dtype,
-        )  # fmt: skip
-
-    @classmethod
-    def from_linear(
-        cls,
-        linear: nn.Linear,
-        group: GroupLike = None,
-        *,
-        sequence_dim: int | None = REQUIRED,
-        merged_sizes: Sequence[int] | None = None,
-        copies: Sequence[int] | None = None,
-        gather_output: bool = False,
-        input_is_parallel: bool = True,
-        keep_gathered: bool = True,
-        wire_dtype: torch.dtype | None = None,
-    ) -> Self:
-        """This rank's part of `linear`, which must hold the same values on every rank.
-
-        Raises:
-            TypeError: no sequence_dim.
-            ValueError: not an nn.Linear, or one whose weight is quantized or a DTensor; otherwise
-                as the constructor.
-
-        Example:
-            Q, K and V of 4, 2 and 2 features, merged_sizes=(4, 2, 2), 2 ranks: rank 1 gets rows
-            2, 3 (Q), 5 (K) and 7 (V) of the weight, and returns q, k, v of 2, 1 and 1 features.
-        """
-        _check_plain(linear)
-        module = cls.__new__(cls)
-        nn.Module.__init__(module)
-        module._take(
-            linear, group, sequence_dim, merged_sizes, copies, gather_output, input_is_parallel,
-            keep_gathered, wire_dtype,
-        )  # fmt: skip
-        return module
-
     def _take(
         self,
         linear: nn.Linear,
@@ -136,15 +51,10 @@ class _ParallelLinear(ParallelModule):
         sequence_dim: int | None,
         merged_sizes: Sequence[int] | None,
         copies: Sequence[int] | None,
-        gather_output: bool,
-        input_is_parallel: bool,
-        keep_gathered: bool,
-        wire_dtype: torch.dtype | None,
     ) -> None:
+        """Keep this rank's part of a whole layer."""
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.group, self.sequence_dim = resolve(group), chosen(self, sequence_dim)
-        self.gather_output, self.input_is_parallel = gather_output, input_is_parallel
-        self.keep_gathered, self.wire_dtype = keep_gathered, wire_dtype
         W = self.group.world_size
         cut_features = linear.weight.shape[self.cut["weight"]]
         sizes = (cut_features,) if merged_sizes is None else tuple(merged_sizes)
@@ -159,29 +69,19 @@ class _ParallelLinear(ParallelModule):
                 f"copies must hold, for each of {len(sizes)} merged layers, a divisor of the {W} "
                 f"ranks, got {shared}"
             )
-        if not isinstance(self, ColumnParallelLinear) and (gather_output or max(shared) > 1):
-            raise ValueError(
-                "gather_output and copies are for a ColumnParallelLinear: a RowParallelLinear "
-                "returns all features, with sequence_dim=None for all tokens"
-            )
-        if not isinstance(self, ColumnParallelLinear) and not keep_gathered:
-            raise ValueError(
-                "keep_gathered=False is for a ColumnParallelLinear: a RowParallelLinear gathers no "
-                "input, and keeps its own features"
-            )
-        if not isinstance(self, RowParallelLinear) and not input_is_parallel:
-            raise ValueError(
-                "input_is_parallel=False is for a RowParallelLinear: a ColumnParallelLinear takes "
-                "all features as it is"
-            )
-        if not isinstance(self, RowParallelLinear) and wire_dtype is not None:
-            raise ValueError(
-                "wire_dtype is for a RowParallelLinear, whose partial sums travel: what a "
-                "ColumnParallelLinear gathers travels as it is"
-            )
         self.split = Split(sizes, shared, W)
         self.take(linear, ("weight", "bias"))
         self.register_parameter("weight_scale", None)
+
+    @classmethod
+    def _of_linear(cls, linear: nn.Linear, group: GroupLike, **options: Any) -> Self:
+        """The constructor's layer, with the parameters of `linear`."""
+        _check_plain(linear)
+        features, biased = (linear.in_features, linear.out_features), linear.bias is not None
+        dtype = linear.weight.dtype
+        layer = cls(*features, biased, "meta", dtype, group=group, **options)
+        layer.take(linear, ("weight", "bias"))
+        return layer
 
     def quantize(self) -> Self:
         """Turn the weight into fp8 (e4m3) with a scale for each output feature, for inference.
@@ -263,26 +163,6 @@ def _check_plain(linear: nn.Linear) -> None:
         )
 
 
-_Layer = TypeVar("_Layer", bound=_ParallelLinear)
-
-
-def _named(layer: type[_Layer]) -> type[_Layer]:
-    """Python tells of arguments that do not fit by the name of the class that it finds here."""
-    for name in ("__init__", "from_linear"):
-        found = _ParallelLinear.__dict__[name]
-        shared: FunctionType = getattr(found, "__func__", found)
-        own = FunctionType(
-            shared.__code__, shared.__globals__, name, shared.__defaults__, shared.__closure__
-        )
-        vars(own).update(vars(shared))
-        own.__kwdefaults__, own.__annotations__ = shared.__kwdefaults__, shared.__annotations__
-        own.__doc__, own.__module__ = shared.__doc__, shared.__module__
-        own.__qualname__ = f"{layer.__name__}.{name}"
-        setattr(layer, name, own if shared is found else classmethod(own))
-    return layer
-
-
-@_named
 class ColumnParallelLinear(_ParallelLinear):
     """nn.Linear with its output features cut over the ranks (by torch.chunk).
 
@@ -302,6 +182,76 @@ class ColumnParallelLinear(_ParallelLinear):
     """
 
     cut: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0, "weight_scale": 0}
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        group: GroupLike = None,
+        sequence_dim: int | None = REQUIRED,
+        merged_sizes: Sequence[int] | None = None,
+        copies: Sequence[int] | None = None,
+        gather_output: bool = False,
+        keep_gathered: bool = True,
+    ) -> None:
+        """Draw the weights of an nn.Linear and keep this rank's part.
+
+        Args:
+            in_features, out_features, bias, device, dtype: of the whole nn.Linear. With the same
+                seed on every rank, the weights are those that it would have drawn.
+            group: ProcessGroup, 1-D DeviceMesh, or None for the world.
+            sequence_dim: to be chosen. An int: the activations outside the pair are cut over the
+                ranks along this dim (sequence parallelism). None: they are whole, and the same, on
+                every rank. One in place of the other gives the right output and wrong gradients.
+            merged_sizes: for a layer that merges several (Q, K and V; gate and up), how many of the
+                features that are cut belong to each, so that every rank gets its part of each, side
+                by side; None: a single layer.
+            copies: for each merged layer, on how many consecutive ranks each of its parts is
+                replicated: W // heads for K and V with fewer heads than there are ranks, so that
+                each rank has a whole head. None: 1.
+            gather_output: see the class.
+            keep_gathered: see the class.
+
+        Raises:
+            TypeError: no sequence_dim.
+            ValueError: merged_sizes that do not add up to the features, or copies that do not
+                divide the ranks.
+        """
+        super().__init__()
+        whole = nn.Linear(in_features, out_features, bias, device, dtype)
+        self._take(whole, group, sequence_dim, merged_sizes, copies)
+        self.gather_output, self.keep_gathered = gather_output, keep_gathered
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        group: GroupLike = None,
+        *,
+        sequence_dim: int | None = REQUIRED,
+        merged_sizes: Sequence[int] | None = None,
+        copies: Sequence[int] | None = None,
+        gather_output: bool = False,
+        keep_gathered: bool = True,
+    ) -> Self:
+        """This rank's part of `linear`, which must hold the same values on every rank.
+
+        Raises:
+            TypeError: no sequence_dim.
+            ValueError: not an nn.Linear, or one whose weight is quantized or a DTensor; otherwise
+                as the constructor.
+
+        Example:
+            Q, K and V of 4, 2 and 2 features, merged_sizes=(4, 2, 2), 2 ranks: rank 1 gets rows
+            2, 3 (Q), 5 (K) and 7 (V) of the weight, and returns q, k, v of 2, 1 and 1 features.
+        """
+        cut = {"sequence_dim": sequence_dim, "merged_sizes": merged_sizes, "copies": copies}
+        kept = {"gather_output": gather_output, "keep_gathered": keep_gathered}
+        return cls._of_linear(linear, group, **cut, **kept)
 
     @property
     def output_sizes(self) -> list[int]:
@@ -329,9 +279,14 @@ class ColumnParallelLinear(_ParallelLinear):
                 op = f"{type(self).__name__} with sequence_dim={dim}"
                 check_shards(group, op, x, _SHARDS)
             y = all_gather_matmul(
-                x, weight.t(), group, bias=bias, gather_dim=dim, keep_gathered=self.keep_gathered,
+                x,
+                weight.t(),
+                group,
+                bias=bias,
+                gather_dim=dim,
+                keep_gathered=self.keep_gathered,
                 **scales,
-            )  # fmt: skip
+            )
         elif scales:
             y = _scaled_matmul(x, weight.t(), bias, **scales)
         else:
@@ -341,7 +296,6 @@ class ColumnParallelLinear(_ParallelLinear):
         return y
 
 
-@_named
 class RowParallelLinear(_ParallelLinear):
     """nn.Linear with its input features cut over the ranks (by torch.chunk).
 
@@ -356,6 +310,42 @@ class RowParallelLinear(_ParallelLinear):
     """
 
     cut: ClassVar[dict[str, int]] = {"weight": 1}
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        group: GroupLike = None,
+        sequence_dim: int | None = REQUIRED,
+        merged_sizes: Sequence[int] | None = None,
+        input_is_parallel: bool = True,
+        wire_dtype: torch.dtype | None = None,
+    ) -> None:
+        """As ColumnParallelLinear's; `input_is_parallel` and `wire_dtype`: see the class."""
+        super().__init__()
+        whole = nn.Linear(in_features, out_features, bias, device, dtype)
+        self._take(whole, group, sequence_dim, merged_sizes, None)
+        self.input_is_parallel, self.wire_dtype = input_is_parallel, wire_dtype
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        group: GroupLike = None,
+        *,
+        sequence_dim: int | None = REQUIRED,
+        merged_sizes: Sequence[int] | None = None,
+        input_is_parallel: bool = True,
+        wire_dtype: torch.dtype | None = None,
+    ) -> Self:
+        """As ColumnParallelLinear's: this rank's part of `linear`."""
+        cut = {"sequence_dim": sequence_dim, "merged_sizes": merged_sizes}
+        options = {"input_is_parallel": input_is_parallel, "wire_dtype": wire_dtype}
+        return cls._of_linear(linear, group, **cut, **options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks' features: this rank's part of the sequence, or all of it.

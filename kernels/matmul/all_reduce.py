@@ -25,7 +25,6 @@ from collections.abc import Sequence
 import torch
 
 from weft.collectives import all_gather, exchange, workspace
-from weft.collectives.hosts import Crossing
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
 from weft.collectives.ranks.group import GroupLike
 from weft.kernels.engine.autocast import autocast
@@ -173,18 +172,13 @@ def _triton_forward(call: SumCall, given: Operands) -> torch.Tensor:
 
 
 def _hosts_forward(call: SumCall, given: Operands) -> torch.Tensor:
-    x, w, _, residual = given
-    rows = chunk_sizes(x.shape[0], call.group.world_size)
+    residual = given.residual
+    rows = chunk_sizes(given.x.shape[0], call.group.world_size)
     scattered = call._replace(plan=SumPlan("hosts", 0, rows, rows, [rows[call.group.rank]]))
     if residual is not None:
         residual = residual.split(rows)[call.group.rank]
     part = hosts_forward(scattered, given._replace(residual=residual))
-    y = part.new_empty(x.shape[0], w.shape[1])
-    crossing = Crossing(call.group, rows, w.shape[1] * part.element_size(), OP.name)
-    for block, shard in crossing.fetched(part):
-        with crossing.naming():
-            block.put(all_gather(shard, crossing.inside, sizes=block.sizes), y)
-    return y
+    return all_gather(part, call.group, sizes=rows)
 
 
 _WAYS = {"host": _host_forward, "triton": _triton_forward, "hosts": _hosts_forward}

@@ -216,7 +216,7 @@ def hosts_forward(call: SumCall, given: Operands) -> torch.Tensor:
     crossing = Crossing(call.group, call.rows, w.shape[1] * wire.itemsize, call.op.name)
     for block in (*crossing.foreign, crossing.own):
         part = block.of(x)
-        plan = _plan_inside(crossing.inside, block.sizes, part, w, call)
+        plan = _plan_inside(crossing.inside, block.sizes, part, w, call.told, call.wire_dtype)
         inside = call._replace(op=OP, group=crossing.inside, plan=plan, average=False)
         with crossing.naming():
             if plan.engine == "generic":
@@ -232,16 +232,21 @@ def hosts_forward(call: SumCall, given: Operands) -> torch.Tensor:
 
 
 def _plan_inside(
-    group: Group, rows: list[int], x: torch.Tensor, w: torch.Tensor, call: SumCall
+    group: Group,
+    rows: list[int],
+    x: torch.Tensor,
+    w: torch.Tensor,
+    told: tuple[Hashable, ...],
+    wire_dtype: torch.dtype | None = None,
 ) -> SumPlan:
-    """How the ranks of one host add up a block."""
+    """How the ranks of one host add up a block, or gather its gradient."""
 
     def made() -> SumPlan:
-        problem = OP.problem(x, w, group, 0, call.wire_dtype)
+        problem = OP.problem(x, w, group, 0, wire_dtype)
         shape = [rows[group.rank], w.shape[1]]
         return SumPlan(choose(problem, group, x.device), 0, rows, rows, shape)
 
-    key = group, *rows, call.wire_dtype, call.told, settings.current_engine(), *layouts_of((x, w))
+    key = group, *rows, wire_dtype, told, settings.current_engine(), *layouts_of((x, w))
     return _inside.of(key, made)
 
 
@@ -256,8 +261,7 @@ def _hosts_backward(given: ScatterGradient) -> Gradients:
             block.of(x), w, shard, crossing.inside, block.sizes, False, (needs_x, needs_w, False),
             told,
         )  # fmt: skip
-        problem = OP.problem(part.x, w, crossing.inside, 0)
-        engine = choose(problem, crossing.inside, x.device)
+        engine = _plan_inside(crossing.inside, block.sizes, part.x, w, told).engine
         with crossing.naming():
             if engine == "generic":
                 made, more, _ = _differentiable_backward(part)

@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from test_hosts import QUICK, on_hosts
 
 from weft import settings, versions
 from weft.bench import cli, rows
-from weft.bench.commands import doctor, explain, tune
+from weft.bench.commands import across, doctor, explain, tune
 from weft.bench.report import compare
 from weft.bench.rows import Case, Result, Timing
 from weft.cli import main as weft
+from weft.collectives import resolve
 from weft.collectives.cost import Machine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +28,7 @@ DOCS = (ROOT / "docs" / "bench.md").read_text()
 COMMANDS = re.findall(r"^weft (.*)$", DOCS, re.MULTILINE)
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_the_commands_of_the_docs_in_their_order(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +157,30 @@ def test_doctor_doubts_rates_that_cannot_be(monkeypatch: pytest.MonkeyPatch, cap
     assert doctor.doubt_of(low, 4e4) == "too low: a rank multiplies at 40 GFLOP/s now"
     assert "a load of 2.1 a core" in doctor.doubt_of(replace(good, load=2.1), 4e4)
     assert "process group cannot" in doctor.doubt_of(replace(good, copy=100.0), 4e4)
+
+
+def test_doctor_tells_what_differs_between_ranks() -> None:
+    same = {"weft": "1", "python": "3.11", "torch": "2.11"}
+    (alike,) = across.differences([same] * 3)
+    assert str(alike) == "ok ranks             3, with the same versions"
+    others = [same, same | {"NCCL_DEBUG": "INFO"}, same, same | {"torch": "2.12"}, same]
+    torch_differs, setting = across.differences(others)
+    assert torch_differs.mark == "!!" and torch_differs.cure
+    assert torch_differs.value == "2.11 on ranks 0-2 4; 2.12 on rank 3"
+    assert setting.mark == "--" and setting.value == "not set on ranks 0 2-4; INFO on rank 1"
+
+
+def hosts_body() -> list[str]:
+    with on_hosts("ABB", replace(QUICK, between=[[0.0, 80.0], [90.0, 0.0]])):
+        told = [across._mine("cpu")] * 3
+        return [str(each) for each in across._hosts(resolve(None), torch.device("cpu"), told)]
+
+
+def test_doctor_draws_the_hosts(ranks: Any) -> None:
+    for lines in ranks(3, hosts_body):
+        assert "host A: rank 0, " in lines[0] and "host B: ranks 1-2, " in lines[1]
+        assert lines[2].endswith("MB/s from host 0  80 to 1, for each rank there")
+        assert "latency           10 us; by a flat all-gather 1,000 us, 100 MB/s" in lines[-1]
 
 
 def test_doctor_does_not_send_to_what_cannot_run(

@@ -10,6 +10,7 @@ import pytest
 from weft.bench.host import command, driver
 
 
+@pytest.mark.slow
 def test_a_call_and_its_launches(tmp_path: Path) -> None:
     file = tmp_path / "host.json"
     assert command.main(["--filter", "all_reduce", "--rounds", "1", "--json", str(file)]) == 0

@@ -42,7 +42,7 @@ def measured(rank: int, progress: Any) -> tuple[int, int, dict[str, float]]:
     return large, small, tensors
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_a_peak_is_of_what_is_needed_and_grows_with_the_own_part_alone() -> None:
     for large, small, tensors in launch(2, measured):
         # Pages of other things come and go.

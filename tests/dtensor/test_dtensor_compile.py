@@ -154,7 +154,7 @@ def test_from_local_of_uneven_parts() -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("backend", ["graphs", pytest.param("inductor", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("backend", ["graphs", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_column_then_row(backend: str) -> None:
     world_size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,))
@@ -240,7 +240,7 @@ def test_checkpointed(backend: str, selective: bool) -> None:
     [
         pytest.param(Replicate(), (4, 10, 7), (1, 1, 1), id="replicated"),
         # Shards that are uneven are cut by numbers: these sizes have graphs of their own.
-        pytest.param(Shard(0), (4, 10, 7, 6), (1, 1, 2, 2), id="sharded"),
+        pytest.param(Shard(0), (4, 10, 7, 6), (1, 1, 2, 2), id="sharded", marks=pytest.mark.slow),
     ],
 )
 def test_one_graph_for_all_batches(
@@ -279,7 +279,7 @@ def test_one_graph_for_all_batches(
         assert graphs.forwards == expected_graphs, (placement, batch)
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_llama() -> None:
     mesh = world()

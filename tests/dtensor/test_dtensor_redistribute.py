@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from dtensors import as_if_on_two_hosts
+from test_hosts import on_hosts
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import weft
@@ -25,6 +26,7 @@ from weft.dtensor import (
     redistribute_plan,
 )
 from weft.dtensor.layout.boxes import layout_of
+from weft.dtensor.layout.placements import REDUCE
 from weft.dtensor.move.redistribute import move
 
 
@@ -54,6 +56,30 @@ def test_all_pairs(mesh: Any, shape: tuple[int, ...], reach: bool) -> None:
     mesh = init_device_mesh("cpu", mesh)
     with nullcontext() if reach else as_if_on_two_hosts(mesh):
         all_pairs(mesh, shape)
+
+
+def over_hosts_body(sizes: tuple[int, ...], layout: str) -> None:
+    with on_hosts(layout):
+        mesh = init_device_mesh("cpu", sizes)
+        all_pairs(mesh, (6, 5))
+        x = distribute_tensor(torch.randn(6, 5), mesh, [Shard(1)] * mesh.ndim, src_data_rank=None)
+        told = weft.explain(lambda: x.redistribute(placements=[Replicate()] * mesh.ndim))
+        assert "hosts" in {each.engine for each in told}, told
+        for op in ("sum", "avg", "max", "band"):
+            term = torch.arange(5) % (torch.distributed.get_rank() + 2)
+            terms = [torch.arange(5) % (rank + 2) for rank in range(mesh.size())]
+            y = DTensor.from_local(term, mesh, [Partial(op)] * mesh.ndim).full_tensor()
+            expected = terms[0]
+            for other in terms[1:]:
+                expected = REDUCE["sum" if op == "avg" else op](expected, other)
+            assert torch.equal(y, expected // mesh.size() if op == "avg" else expected), op
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layout"), [((4,), "ABAA"), ((2, 2), "AABB"), ((2, 2), "ABAB")], ids=str
+)
+def test_all_pairs_over_hosts(ranks: Any, mesh: tuple[int, ...], layout: str) -> None:
+    ranks(4, over_hosts_body, mesh, layout)
 
 
 @pytest.mark.ranks

@@ -168,6 +168,7 @@ def test_mixed_precision() -> None:
     assert 0 < found.grad_error < 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(4)
 def test_compiled_blocks() -> None:
     found = trained()

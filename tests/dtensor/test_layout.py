@@ -15,7 +15,9 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from weft.dtensor import Partial, Replicate, Shard
-from weft.dtensor.layout.boxes import Layout, chunk, contiguous_stride, layout_of, normalize
+from weft.dtensor.layout.boxes import Layout, layout_of
+from weft.dtensor.layout.placements import normalize
+from weft.dtensor.layout.runs import chunk, contiguous_stride
 from weft.dtensor.move import collective_plans
 from weft.dtensor.move.collective_plans import collective_plan
 from weft.dtensor.move.transfers import MovePlan, move_plan

@@ -48,7 +48,7 @@ def same_everywhere(*results: torch.Tensor) -> None:
     assert all(torch.equal(x, y) for theirs in every for x, y in zip(mine, theirs, strict=True))
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2, pytest.param(3, marks=pytest.mark.slow))
 @pytest.mark.parametrize("engine", ENGINES)
 def test_results_and_gradients(engine: Any) -> None:
     with weft.engine(engine):

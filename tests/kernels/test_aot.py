@@ -31,7 +31,7 @@ NEWEST = {
 NO_MATMUL = {
     "_publish_kernel", "exchange_kernel", "reduce_kernel", "_pull_kernel", "_multimem_kernel",
     "_begin_kernel", "_post_kernel", "_wait_kernel", "_announce_kernel", "_append_kernel",
-    "_end_kernel", "_merge_kernel", "_delta_kernel", "weigh_kernel", "experts, rows alone",
+    "_end_kernel", "_merge_kernel", "_numbers_kernel", "weigh_kernel", "experts, rows alone",
     "experts, rows fetched", "experts, fp8 rows fetched",
 }  # fmt: skip
 
@@ -108,7 +108,12 @@ def checked(arch: str, dtype: str, *cases: str, wide: bool = False) -> list[dict
 
 
 @pytest.mark.parametrize(
-    ("arch", "matrix"), [("sm_90", "HGMMA"), ("sm_100", "UTCHMMA"), ("gfx942", "v_mfma")]
+    ("arch", "matrix"),
+    [
+        ("sm_90", "HGMMA"),
+        pytest.param("sm_100", "UTCHMMA", marks=pytest.mark.slow),
+        ("gfx942", "v_mfma"),
+    ],
 )
 def test_bfloat16(arch, matrix):
     """Wide tiles use the newest matrix unit, and hardware copies."""
@@ -122,7 +127,9 @@ def test_bfloat16(arch, matrix):
             assert widest == "UTMALDG" or (arch == "gfx942" and "x4" in widest), report
 
 
-@pytest.mark.parametrize("arch", ATTENTION)
+@pytest.mark.parametrize(
+    "arch", ["sm_90", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("sm_80", "sm_100"))]
+)
 def test_attention(arch):
     checked(arch, "bfloat16", *ATTENTION[arch])
 
@@ -134,6 +141,7 @@ def test_attention_compiles_by_every_triton():
     assert [report["matrix_instruction"] for report in reports] == ["HGMMA"] * 2
 
 
+@pytest.mark.slow
 def test_every_launch_of_experts_compiles():
     """Those of a step of training, forward and backward: by every Triton that this runs by."""
     checked("sm_90", "bfloat16", *EXPERTS)

@@ -84,6 +84,7 @@ def held(kind: str, amp: bool) -> list[tuple[int, int, set[str]]]:
     return told(graphs)
 
 
+@pytest.mark.slow
 def test_torchtitan_llama(ranks: Any) -> None:
     for amp in (False, True):
         for found in ranks(2, held, "torchtitan", amp):
@@ -91,7 +92,7 @@ def test_torchtitan_llama(ranks: Any) -> None:
             assert found == [(5, 7, {NO_PRODUCER, NO_CONSUMER}), (5, 6, {NO_CONSUMER})]
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_fully_shard_beside_tensor_parallel(ranks: Any) -> None:
     for found in ranks(4, held, "FSDP2 x TP", False):
         # FSDP gathers weights outside of the layers' graphs.

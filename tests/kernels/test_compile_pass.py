@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -247,6 +248,7 @@ def batches() -> list[Any]:
     return fused
 
 
+@pytest.mark.slow
 def test_batches_of_one_and_symbols(ranks: Any) -> None:
     for dynamic, static in ranks(2, batches):
         assert dynamic == [(2, 2)] * 2 and static == [(2, 2)] * 3
@@ -371,6 +373,7 @@ def by_inductor() -> tuple[str, Any]:
     return str(explained), weft.compile_pass.uuid()
 
 
+@pytest.mark.slow
 def test_inductor_runs_it(ranks: Any) -> None:
     for text, uuid in ranks(2, by_inductor):
         assert text.endswith("6 of 6 collectives fused")  # forward again

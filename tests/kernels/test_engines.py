@@ -457,6 +457,7 @@ def test_auto_takes_the_quicker_way_of_an_all_reduce(monkeypatch: pytest.MonkeyP
         assert row.regret < 1.005, row
 
 
+@pytest.mark.slow
 @needs_interpreter
 def test_auto_agrees_where_shards_are_uneven() -> None:
     told: dict[int, list[str]] = {0: [], 1: [], 2: []}

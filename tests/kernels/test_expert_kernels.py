@@ -13,14 +13,19 @@ import torch
 import torch.distributed as dist
 from expert_tables import Routed
 from needs import needs_interpreter
-from sim_cases import combined, dispatched, dispatched_in_fp8
+from sim_cases import combined, dispatched, dispatched_in_fp8, few_combined, few_dispatched
 from test_experts import travelled
 from torch.nn import functional
 
 from weft import sim
 from weft.collectives import workspace
 from weft.kernels.engine.chips import INTERPRETER
-from weft.kernels.experts import combine_kernel, contract_grouped_kernel, expert_launch
+from weft.kernels.expert_kernels import (
+    combine_launch,
+    contract_grouped_kernel,
+    dispatch_launch,
+    few_tokens_launch,
+)
 
 pytestmark = needs_interpreter
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -106,7 +111,7 @@ def dispatching(count: int) -> None:
         ]
         weights = [laid_out(w[experts.start : experts.stop], index // 2) for w in whole]
         table, spare = told.table(rank, 3 * (index % 2)), 3 * (index % 2)
-        config = expert_launch.dispatch_config(
+        config = dispatch_launch.dispatch_config(
             16, N, dtype, W, INTERPRETER, pair=activation == "swiglu"
         )
         if index % 5 == 4:
@@ -116,7 +121,7 @@ def dispatching(count: int) -> None:
         config = replace(config, descriptors=index // 2 % 2 == 1)
         late(index, rank, W)
         quantize = index % 3 == 0 and config.copy_programs > 0
-        made = expert_launch.launch_dispatch(
+        made = dispatch_launch.launch_dispatch(
             xs[rank],
             weights,
             ws,
@@ -170,6 +175,61 @@ def poisoned(ws) -> None:
     dist.barrier()
 
 
+def few(count: int) -> None:
+    """Dispatch of few tokens in one launch, with the tables that it makes."""
+    ws = workspace(None, 1 << 16, channel="few")
+    rank, W = ws.rank, ws.world_size
+    poisoned(ws)
+    for index, told, (K, N), dtype in cases(count, W):
+        case = f"case {index}: {told}, {K=}, {N=}, {dtype}"
+        xs = [normal(t, 2 * K, dtype=dtype, seed=r)[:, ::2] for r, t in enumerate(told.tokens)]
+        experts, activation = told.own(rank), (None, "swiglu", "gelu")[index % 3]
+        widths = [N] * (1 + (activation == "swiglu"))
+        whole = [
+            normal(told.E, K, n, dtype=dtype, seed=90 + i) / K**0.5 for i, n in enumerate(widths)
+        ]
+        weights = [laid_out(w[experts.start : experts.stop], index) for w in whole]
+        config = few_tokens_launch.few_config(
+            16, N, dtype, 2, told.k, W, INTERPRETER, pair=len(widths) > 1
+        )
+        roles = replace(config.roles, senders=1 + index % 3, clerks=1 + index % 2)
+        config = replace(config, programs=6, roles=roles, descriptors=index // 2 % 2 == 1)
+        late(index, rank, W)
+        made = few_tokens_launch.launch_few_tokens(
+            xs[rank],
+            told.ids[rank],
+            weights,
+            ws,
+            told.tokens,
+            [len(told.own(r)) for r in range(W)],
+            activation=activation,
+            tensor_parallel_size=told.tp,
+            config=config,
+        )
+        ws.check("few")
+        table = told.table(rank)
+        real, counts = len(table.ranks), table.ends.diff(prepend=table.ends.new_zeros(1))
+        for got, want in zip(made.table, table, strict=True):
+            assert torch.equal(got[: len(want)], want), case
+        of = torch.arange(len(experts)).repeat_interleave(counts)
+        pairs = zip(table.ranks.tolist(), table.slots.tolist(), strict=True)
+        rows = torch.stack([xs[r][s // told.k] for r, s in pairs] or [torch.zeros(K)]).double()
+        sums = [
+            (rows[:real].unsqueeze(1) @ w[experts.start :][of].double()).squeeze(1) for w in whole
+        ]
+        want = sums[0]
+        if activation:
+            want = functional.silu(want) * sums[1] if sums[1:] else functional.gelu(want)
+        within(made.ys[0][:real], want, K, case)
+        ids = torch.cat([each.reshape(-1) for each in told.ids])
+        load = ids[ids >= 0].bincount(minlength=told.E)[: told.E]
+        assert torch.equal(made.load, load), case
+        sources = table.ranks.long() * len(experts) + of
+        assert torch.equal(
+            made.counts.long().reshape(-1), sources.bincount(minlength=made.counts.numel())
+        ), case
+
+
 def combining(count: int) -> None:
     ws = workspace(None, 1 << 17, channel="combining")
     rank, W = ws.rank, ws.world_size
@@ -196,12 +256,17 @@ def combining(count: int) -> None:
         # Padding has weights that must not count.
         gates = [normal(t, told.k, seed=50 + r) for r, t in enumerate(told.tokens)]
         gate = gates[rank].masked_fill(told.ids[rank] < 0, float("nan"))
-        config = combine_kernel.combine_config(16, H, dtype, INTERPRETER)
-        config = replace(config, programs=1 + index % 3, descriptors=index // 2 % 2 == 1)
+        config = combine_launch.combine_config(16, H, dtype, INTERPRETER)
+        config = replace(
+            config,
+            programs=1 + index % 3,
+            descriptors=index // 2 % 2 == 1,
+            weighers=(0, 1, 1)[index % 3],
+        )
         wire = torch.float32 if told.tp > 1 or index % 2 else None
         late(index, rank, W)
         given = [laid_out(w, index // 2) for w in ws_of[rank]] if terms else []
-        y = expert_launch.launch_combine(
+        y = combine_launch.launch_combine(
             [h.T.contiguous().T if index % 4 == 3 else h for h in hs[rank]],
             given,
             ws,
@@ -252,7 +317,7 @@ def test_contraction_against_float64(dtype):
             within(made[e], want, 16 * R, f"case {index}, expert {e}")
 
 
-BODIES = [dispatching, combining]
+BODIES = [dispatching, few, combining]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -264,8 +329,15 @@ def test_against_float64(ranks, virtual_ranks, body, world_size):
 
 @pytest.mark.parametrize(
     "case",
-    [dispatched, partial(dispatched, direct=True), dispatched_in_fp8, combined],
-    ids=["fetched", "direct", "fp8", "combined"],
+    [
+        dispatched,
+        partial(dispatched, direct=True),
+        dispatched_in_fp8,
+        combined,
+        few_dispatched,
+        few_combined,
+    ],
+    ids=["fetched", "direct", "fp8", "combined", "few", "few back"],
 )
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_schedules_without_a_race(case, world_size):

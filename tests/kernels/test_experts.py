@@ -13,6 +13,7 @@ from torch.nn import functional
 import weft
 from weft import sim
 from weft.collectives import chunk_sizes, resolve
+from weft.kernels import route
 from weft.kernels.experts.dispatch import dispatch_grouped_matmul_reference
 
 ENGINES = ("host", "generic", pytest.param("triton", marks=needs_interpreter))
@@ -132,8 +133,11 @@ def layer(case: dict[str, Any]) -> list[torch.Tensor]:
             )
         )
         with weft.engine(case["engine"]):
+            ids = told.ids[rank]
+            if again:  # few tokens are routed in the launch of their dispatch, where they can be
+                ids = route(ids, told.E, tensor_parallel_size=told.tp)
             h, routing = weft.dispatch_grouped_matmul(
-                x, told.ids[rank], (gate, up), activation="swiglu",
+                x, ids, (gate, up), activation="swiglu",
                 tensor_parallel_size=told.tp, keep_gathered=bool(again), quantize=told.quantize,
             )  # fmt: skip
             y = weft.grouped_matmul_combine(h, down, weights, routing)
@@ -286,6 +290,6 @@ def test_rows_in_fp8_are_half_the_bytes_of_a_link() -> None:
 
     ids = crossed(torch.bfloat16, None) - 2 * T * K
     assert 0 <= ids <= 16 * T  # what the ranks tell each other
-    # Scales, of a few rows at a time, are latency alone to the simulator.
-    assert crossed(torch.bfloat16, "fp8") == ids + T * K
+    scales = crossed(torch.bfloat16, "fp8") - ids - T * K
+    assert 0 <= scales <= 16 * T
     assert crossed(torch.float32, None) == ids + 4 * T * K

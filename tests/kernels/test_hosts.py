@@ -1,4 +1,4 @@
-"""Groups over several hosts: the topology, and the fused matmuls in two levels.
+"""Groups over several hosts: the topology, and the fused matmuls and attention in two levels.
 
 Ranks of one machine pretend to be on several, as far as `Process.host` tells; `test_real_hosts`
 has namespaces of their own.
@@ -23,10 +23,13 @@ import torch
 import torch.distributed as dist
 from needs import needs_interpreter
 from test_matmul_ops import random_cases, run_cases, tensor
+from test_ring_attention import attention_case, plain_case
+from test_ring_attention import random_cases as attention_cases
+from test_ring_attention import run_cases as run_attention
 
 import weft
+from weft.collectives import cost, resolve
 from weft.collectives import hosts as crossings
-from weft.collectives import resolve
 from weft.collectives.hosts import Crossing
 from weft.collectives.ranks.group import Process
 from weft.kernels.engine import engines
@@ -35,12 +38,24 @@ from weft.kernels.engine import engines
 LAYOUTS = ["AABB", "ABBB", "ABAB", "BABA", "ABC"]
 
 
+# By which the engines of one host pay, and two levels over several.
+QUICK = cost.Machine(
+    {"torch.float32": 1e5}, 1e4, 5.0, 1e2, 1e3, between=[[1e3] * 4] * 4, between_us=10.0
+)
+
+
 @contextmanager
-def on_hosts(layout: str) -> Iterator[None]:
-    """This rank is on host `layout[rank]`, inside the block."""
+def on_hosts(layout: str, rates: cost.Machine | None = QUICK) -> Iterator[None]:
+    """This rank is on host `layout[rank]`, inside the block; `rates` of None are measured."""
     here = Process.here()
+    name = layout[dist.get_rank()]
+    elsewhere = replace(here, host=name, node=f"host {name}")
     weft.close()
-    with patch.object(Process, "here", lambda: replace(here, host=layout[dist.get_rank()])):
+    measured = cost.machine
+    with (
+        patch.object(Process, "here", lambda: elsewhere),
+        patch.object(cost, "machine", lambda *of: rates or measured(*of)),
+    ):
         yield
         weft.close()
 
@@ -60,6 +75,25 @@ def test_against_float64(ranks: Any, kind: str, layout: str) -> None:
     first, *others = ranks(len(layout), cases_body, kind, layout, 256)
     if kind == "reduce":
         assert all(torch.equal(a, b) for o in others for a, b in zip(first, o, strict=True))
+
+
+def attention_body(layout: str, count: int) -> None:
+    with on_hosts(layout):
+        run_attention(attention_cases(len(layout), "auto", count))
+        case = plain_case("auto", len(layout), causal=True, with_lse=True)
+        once, again = attention_case(case), attention_case(case)
+        assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+        x = torch.ones(1, 1, 4, 8)
+        told = weft.explain(lambda: weft.ring_attention(x, x, x, causal=True))
+        assert told[0].engine == "hosts", told
+
+
+@pytest.mark.parametrize(
+    "layout", ["ABBA", "ABC", *(pytest.param(each, marks=pytest.mark.sweep) for each in LAYOUTS)]
+)
+def test_attention_against_float64(ranks: Any, layout: str) -> None:
+    """A ring of hosts around what each shares: every kind of call, and its gradients."""
+    ranks(len(layout), attention_body, layout, 14)
 
 
 def inside_body(kind: str, engine: str) -> list[torch.Tensor]:
@@ -186,10 +220,17 @@ def on_real_hosts(part: str) -> subprocess.CompletedProcess[str]:
     return run
 
 
+@pytest.mark.slow
 def test_a_layer_on_real_hosts() -> None:
     run = on_real_hosts("layer")
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("hosts: ((0, 1), (2, 3))") == run.stdout.count("all is well") == 4
+
+
+def test_each_byte_crosses_once() -> None:
+    run = on_real_hosts("bytes")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("at least") == 9
 
 
 @pytest.mark.sweep  # half a minute

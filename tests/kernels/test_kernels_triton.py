@@ -251,6 +251,7 @@ def test_many_shapes_against_float64(body, world_size):
     body(60, 1000 + world_size)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_gpu_like_tiles() -> None:
     """Tiles wider than 128, several reductions a tile, descriptors in every orientation."""

@@ -89,6 +89,7 @@ def calls() -> list[tuple[Any, tuple[Any, ...]]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_registered_as_torch_demands() -> None:
     for op, args in calls():

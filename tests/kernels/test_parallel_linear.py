@@ -227,7 +227,7 @@ def test_merged_layers_are_cut_one_by_one() -> None:
         wholes = {name: torch.randn_like(value) for name, value in state.items()}
         part.load_state_dict(wholes)
         torch.testing.assert_close(part.state_dict(), wholes)
-    with pytest.raises(ValueError, match="gather_output and copies are for a ColumnParallelLinear"):
+    with pytest.raises(TypeError, match=r"RowParallelLinear.*'gather_output'"):
         weft.RowParallelLinear(6, 15, gather_output=True, sequence_dim=0)
     for layers in ([7, 4], [-1, 16], []):
         with pytest.raises(ValueError, match="merged_sizes must add up to the 15 features"):
@@ -252,7 +252,7 @@ def test_rows_of_an_input_that_every_rank_has_whole(sequence_dim: int | None) ->
     torch.testing.assert_close(ours.grad, theirs.grad)
     with pytest.raises(ValueError, match="takes all 10 features"):
         layer(layer.split.own(x, -1, rank))
-    with pytest.raises(ValueError, match="input_is_parallel=False is for a RowParallelLinear"):
+    with pytest.raises(TypeError, match=r"ColumnParallelLinear.*'input_is_parallel'"):
         weft.ColumnParallelLinear(6, 15, input_is_parallel=False, sequence_dim=0)
 
 
@@ -339,7 +339,7 @@ def test_fewer_key_heads_than_ranks(sequence_dim: int | None) -> None:
             weft.ColumnParallelLinear(
                 6, 24, merged_sizes=layers, copies=wrong, sequence_dim=sequence_dim
             )
-    with pytest.raises(ValueError, match="gather_output and copies are for a Column"):
+    with pytest.raises(TypeError, match=r"RowParallelLinear.*'copies'"):
         weft.RowParallelLinear(24, 6, copies=(2,), sequence_dim=sequence_dim)
 
 

@@ -229,6 +229,7 @@ def test_a_search_ends_where_a_rank_is_gone() -> None:
         )
 
 
+@pytest.mark.slow
 def test_weft_tune_writes_a_table_that_the_ops_then_use(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("WEFT_TUNED", str(tmp_path))
     asked = ["--device", "cpu", "--ranks", "2", "--shapes", "20,24,16", "--rounds", "1"]

@@ -143,7 +143,7 @@ def test_a_layer_has_one() -> None:
         else:
             want = weft.matmul_reduce_scatter(*args, bias=linear.bias, wire_dtype=torch.float16)
         assert torch.equal(layer(x), want)
-    with pytest.raises(ValueError, match="wire_dtype is for a RowParallelLinear"):
+    with pytest.raises(TypeError, match=r"ColumnParallelLinear.*'wire_dtype'"):
         weft.ColumnParallelLinear.from_linear(linear, sequence_dim=0, wire_dtype=torch.float16)
 
 

@@ -8,6 +8,8 @@ import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = """
 import sys
@@ -52,6 +54,7 @@ def run(tmp_path: Path, *options: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_fixture(tmp_path: Path) -> None:
     out = run(tmp_path)
     assert "2 passed" in out and "2 failed" in out and "RaceError" in out and "tried 2" in out, out

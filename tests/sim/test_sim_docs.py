@@ -72,6 +72,7 @@ def test_a_script_finds_its_arguments_and_its_rank(
         main([*command, "4"])
 
 
+@pytest.mark.slow
 def test_a_kernel_of_ones_own_is_checked_and_compiled(capfd: pytest.CaptureFixture[str]) -> None:
     command = ["sim", "examples/own_kernel.py:check", "--ranks", "2"]
     assert main([*command, "--schedules", "200", "--replay"]) == 0

@@ -39,7 +39,7 @@ def test_kernels() -> None:
     assert results.played == 4 and results.distinct > 1
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 @needs_interpreter
 def test_kernels_with_concurrent_programs() -> None:
     """Which of a launch ends last differs: those orders are run until each has been seen."""

@@ -281,6 +281,7 @@ def has_few_queues() -> None:
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
 
+@pytest.mark.slow
 def test_compilers_outlive_what_fails_and_what_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     monkeypatch.setattr(compiling, "cores", lambda: 2)
@@ -307,6 +308,7 @@ def lack_memory(folder: Path) -> None:
     raise torch.AcceleratorError("CUDA error: out of memory")
 
 
+@pytest.mark.slow
 def test_fewer_processes_go_on_where_memory_is_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -318,6 +318,7 @@ def test_a_failure_names_its_kernel_and_the_command_that_repeats_it(tmp_path: Pa
     assert again == f"python -m weft bench solo --ranks 8 --filter '{case}'"
 
 
+@pytest.mark.slow
 @needs_interpreter
 def test_every_kernel_is_in_a_case(tmp_path: Path) -> None:
     """But the switch's sums, which one GPU has not; some are launched on a GPU only."""
@@ -394,6 +395,7 @@ def test_a_wrong_result_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert place.mine(torch.arange(3)).tolist() == [0, 1, 2]
 
 
+@pytest.mark.slow
 @needs_interpreter
 def test_a_killed_run_goes_on_from_a_copy(tmp_path: Path, capsys: Any) -> None:
     """SIGKILL in the middle: what had ended is kept, and is not run twice."""
@@ -448,6 +450,7 @@ sys.meta_path.insert(0, Hide())
 """
 
 
+@pytest.mark.slow
 def test_what_only_draws_may_be_missing(tmp_path: Path) -> None:
     """A machine's own torch has no rich and no pytest-benchmark with it."""
     (tmp_path / "sitecustomize.py").write_text(_HIDE)
@@ -507,6 +510,7 @@ def _step(command: list[str], env: dict[str, str], hears: Any, tells: Any) -> No
     gpu_process.main()
 
 
+@pytest.mark.slow
 @needs_interpreter
 def test_a_rehearsal_of_each_step_and_what_is_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

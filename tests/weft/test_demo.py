@@ -25,6 +25,7 @@ from weft.demo.train import Run, TrainingLog, train
 TINY = "--steps 4 --d-model 32 --layers 1 --heads 4 --kv-heads 2 --ffn 48 --seq-len 32 --batch 2"
 
 
+@pytest.mark.slow
 def test_demo_end_to_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,12 +31,14 @@ BELOW = {
 LEVELS = {
     "collectives": """
         ranks profiled protocols
+        topology
         device
         memory
         cost kernels
         prices
         process_groups
-        hosts movement sizes
+        hosts
+        movement sizes
         collective_ops
         custom_ops
         .
@@ -44,8 +46,8 @@ LEVELS = {
     "kernels": """
         engine
         device norm
-        experts flash matmul
-        heads
+        expert_kernels flash matmul
+        experts heads
         attention custom_ops layers
         compile graphs
         .
@@ -59,7 +61,7 @@ LEVELS = {
         rules
         fused
         api debug experimental
-        expert_parallel
+        expert_parallel prepare
         interop parallel
         plans
         .

@@ -19,8 +19,9 @@ Protocol
   1. `push_kernel`, all programs: make tiles of o (`expert_tiles`) and store each row in its slot at
      its token's rank. Each takes a ticket; the last one, which sees the stores of all (acquire),
      sets GENERATION and signals the word (0, rank, 0) of every peer: release at system scope.
-  2. `weigh_kernel`, all programs: wait for the words of all peers (acquire, system scope), after
-     which all slots are there, those of the rank itself by the order of its launches; add up.
+  2. `weigh_kernel`, all programs, in a file of its own: wait for the words of all peers (acquire,
+     system scope), after which all slots are there, those of the rank itself by the order of its
+     launches; add up.
 
 Why it neither races nor deadlocks: the first launch waits for nobody, the second for the first of
 each peer. Every program of it does, so that no call ends before all peers have signalled (rule 2 of
@@ -32,64 +33,21 @@ The sum is in the order of j and of parts, whenever they come: equal bits in eve
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
 from weft.collectives.device import signals
 from weft.kernels.device import tiles
-from weft.kernels.engine.chips import INTERPRETER, Chip, Tiling
-from weft.kernels.experts.expert_tiles import (
+from weft.kernels.engine.chips import Tiling
+from weft.kernels.expert_kernels.expert_tiles import (
     expert_tile,
-    expert_tiling,
     experts_of,
     place_of,
     tiles_of,
     weight_of,
 )
-
-
-@dataclass(frozen=True)
-class CombineConfig:
-    """How the kernels of `combine_kernel` are launched; ranks may differ.
-
-    Attributes:
-        tiling: tiles of the matmul, or of what is pushed without one.
-        programs: grid of both kernels.
-        weigh_t, weigh_h: tokens and columns that are added up at a time.
-        descriptors: whether operands that allow it are read by tensor descriptor.
-    """
-
-    tiling: Tiling
-    programs: int
-    weigh_t: int
-    weigh_h: int
-    descriptors: bool = False
-
-
-def combine_config(
-    rows: int,
-    H: int,
-    dtype: torch.dtype,
-    chip: Chip,
-    *,
-    experts: int = 1,
-    aligned: bool = True,
-) -> CombineConfig:
-    """The launch for `experts` of about `rows` rows each, and H columns.
-
-    Args:
-        aligned: as in `expert_tiling`.
-    """
-    tiling = expert_tiling(chip, rows, H, dtype, experts, aligned)
-    if chip is INTERPRETER:
-        return CombineConfig(tiling, chip.programs, 4, 32)
-    weigh_h = min(triton.next_power_of_2(H), 256 * 16 // dtype.itemsize)
-    weigh_t = max(1, 256 // weigh_h)
-    descriptors = chip.descriptors and dtype != torch.float32
-    return CombineConfig(tiling, chip.programs, weigh_t, weigh_h, descriptors)
 
 
 @dataclass(frozen=True)
@@ -141,15 +99,103 @@ def _push_rows(row_ptrs, values, inside, start_n, N):
         tl.store(into, values, mask=inside[:, None] & (columns < N)[None, :])
 
 
+class PushTiles(NamedTuple):
+    """One call, as tiles know it.
+
+    Fields: Matrix (R, N_i) of each term, and descriptors of the first two, or None; ExpertWeights
+    (E, N_i, H), and descriptors of the first two as matrices, or None; RowTable; the way to the
+    peers, this rank, the number of the call; numbers.
+    """
+
+    hs: Any
+    h_desc: Any
+    h2_desc: Any
+    weights: Any
+    w_desc: Any
+    w2_desc: Any
+    table: Any
+    link: Any
+    rank: Any
+    generation: Any
+    E: Any
+    Ns: Any
+    H: Any
+    parts: Any
+    part: Any
+    pitch: Any
+
+
+@triton.jit
+def push(call, program, programs, V: tl.constexpr):
+    """Every `programs`-th tile from number `program` on: its results, in their slots."""
+    TILES: tl.constexpr = V.tiles
+    TERMS: tl.constexpr = V.terms
+    dtype: tl.constexpr = V.wire
+    hs, table, H = call.hs, call.table, call.H
+    experts = experts_of(table.ends, call.E, V.lanes, TILES.block_m)
+    tiles_n = tiles.cdiv(H, TILES.block_n)
+    h_descs, w_descs = (call.h_desc, call.h2_desc), (call.w_desc, call.w2_desc)
+    for number in range(program, tiles_of(experts) * tiles_n, programs):
+        # Ranks begin with different owners: an expert's rows are sorted by those.
+        shift = (call.rank + 1, V.world_size)
+        tile = expert_tile(experts, number, tiles_n, shift, TILES.block_m, TILES.group_m)
+        start_n = tile.tile_n * TILES.block_n
+        rows = tile.first + tl.arange(0, TILES.block_m)
+        inside = rows < tile.end
+        nearby = tl.minimum(rows, tile.end - 1)
+        acc = tiles.zeros(TILES.block_m, TILES.block_n)
+        if TERMS == 0:
+            columns = (start_n + tl.arange(0, TILES.block_n)).to(tl.int64)
+            ptrs = tiles.row_ptrs(hs[0], nearby)[:, None] + columns[None, :] * hs[0].stride_n
+            acc = tl.load(ptrs, mask=(columns < H)[None, :], other=0.0).to(tl.float32)
+        for i in tl.static_range(TERMS):
+            N = call.Ns[i]
+            desc = w_descs[i] if i < 2 else None
+            row, column = place_of(tile.expert, N, H, start_n, desc, V.w_transposed)
+            acc, _ = tiles.accumulate(
+                acc,
+                None,
+                tiles.row_ptrs(hs[i], nearby),
+                hs[i].stride_n,
+                h_descs[i] if i < 2 else None,
+                tile.first,
+                weight_of(call.weights[i], tile.expert),
+                None,
+                desc,
+                None,
+                column,
+                H,
+                0,
+                row,
+                N,
+                TILES,
+                V.even_k,
+                False,
+                V.w_transposed,
+            )
+        ptrs = _slot_rows(
+            table,
+            call.link,
+            call.generation,
+            rows,
+            inside,
+            call.parts,
+            call.part,
+            call.pitch,
+            dtype,
+        )
+        _push_rows(ptrs, acc, inside, start_n, H)
+
+
 @triton.jit(do_not_specialize=["E", "parts", "part", "rank"])
 def push_kernel(
-    hs,  # Matrix (R, N_i) of each term
-    h_desc,  # descriptors of the first two, or None
+    hs,  # of PushTiles
+    h_desc,
     h2_desc,
-    weights,  # ExpertWeights (E, N_i, H)
-    w_desc,  # descriptors of the first two as matrices, or None
+    weights,
+    w_desc,
     w2_desc,
-    table,  # RowTable
+    table,
     link,
     E,
     Ns,
@@ -166,105 +212,26 @@ def push_kernel(
     stored in row 2 of rank 1's half.
     """
     generation = signals.begin_call(link.signal_ptrs, rank)
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    TILES: tl.constexpr = V.tiles
-    TERMS: tl.constexpr = V.terms
-    dtype: tl.constexpr = V.wire
-    experts = experts_of(table.ends, E, V.lanes, TILES.block_m)
-    tiles_n = tiles.cdiv(H, TILES.block_n)
-    h_descs, w_descs = (h_desc, h2_desc), (w_desc, w2_desc)
-    for number in range(program, tiles_of(experts) * tiles_n, programs):
-        # Ranks begin with different owners: an expert's rows are sorted by those.
-        shift = (rank + 1, V.world_size)
-        tile = expert_tile(experts, number, tiles_n, shift, TILES.block_m, TILES.group_m)
-        start_n = tile.tile_n * TILES.block_n
-        rows = tile.first + tl.arange(0, TILES.block_m)
-        inside = rows < tile.end
-        nearby = tl.minimum(rows, tile.end - 1)
-        acc = tiles.zeros(TILES.block_m, TILES.block_n)
-        if TERMS == 0:
-            columns = (start_n + tl.arange(0, TILES.block_n)).to(tl.int64)
-            ptrs = tiles.row_ptrs(hs[0], nearby)[:, None] + columns[None, :] * hs[0].stride_n
-            acc = tl.load(ptrs, mask=(columns < H)[None, :], other=0.0).to(tl.float32)
-        for i in tl.static_range(TERMS):
-            desc = w_descs[i] if i < 2 else None
-            row, column = place_of(tile.expert, Ns[i], H, start_n, desc, V.w_transposed)
-            acc, _ = tiles.accumulate(
-                acc,
-                None,
-                tiles.row_ptrs(hs[i], nearby),
-                hs[i].stride_n,
-                h_descs[i] if i < 2 else None,
-                tile.first,
-                weight_of(weights[i], tile.expert),
-                None,
-                desc,
-                None,
-                column,
-                H,
-                0,
-                row,
-                Ns[i],
-                TILES,
-                V.even_k,
-                False,
-                V.w_transposed,
-            )
-        ptrs = _slot_rows(table, link, generation, rows, inside, parts, part, pitch, dtype)
-        _push_rows(ptrs, acc, inside, start_n, H)
+    call = PushTiles(
+        hs,
+        h_desc,
+        h2_desc,
+        weights,
+        w_desc,
+        w2_desc,
+        table,
+        link,
+        rank,
+        generation,
+        E,
+        Ns,
+        H,
+        parts,
+        part,
+        pitch,
+    )
+    programs = tl.num_programs(0)
+    push(call, tl.program_id(0), programs, V)
     if signals.is_last_program(link.signal_ptrs, rank, programs):
         signals.set_generation(link.signal_ptrs, rank, generation)
         signals.signal_peers(link.signal_ptrs, rank, V.world_size, 0, 0, generation)
-
-
-@triton.jit(do_not_specialize=["T", "experts", "rank"])
-def weigh_kernel(
-    y_ptr,  # (T, H)
-    ids_ptr,  # (T, TOP_K) int32
-    weights,  # Matrix (T, TOP_K), or of None
-    link,
-    T,
-    H,
-    pitch,
-    experts,
-    rank,
-    WIRE: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
-    TOP_K: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-) -> None:
-    """y[t] = sum over j of weights[t, j] * slot (t, j), if ids[t, j] is an expert's. Grid: any.
-
-    Example: ids [[1, -1]], weights [[0.5, nan]], slot (0, 0) of [4, 6]: y is [[2, 3]].
-    """
-    generation = signals.last_generation(link.signal_ptrs, rank)
-    came = signals.wait_for_peers(
-        link.signal_ptrs, rank, WORLD_SIZE, 0, 0, generation, link.timeout_ns
-    )
-    half = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, WIRE)
-    across = tiles.cdiv(H, BLOCK_H)
-    blocks = tl.where(came, tiles.cdiv(T, BLOCK_T) * across, 0)
-    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        tokens = (block // across * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
-        columns = block % across * BLOCK_H + tl.arange(0, BLOCK_H)
-        acc = tiles.zeros(BLOCK_T, BLOCK_H)
-        for j in tl.static_range(TOP_K):
-            ids = tl.load(ids_ptr + tokens * TOP_K + j, mask=tokens < T, other=-1)
-            used = (ids >= 0) & (ids < experts)
-            inside = used[:, None] & (columns < H)[None, :]
-            slot = tiles.zeros(BLOCK_T, BLOCK_H)
-            for part in tl.static_range(PARTS):
-                rows = half + ((tokens * TOP_K + j) * PARTS + part) * pitch
-                ptrs = rows[:, None] + columns[None, :]
-                slot += tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
-            if weights.ptr is not None:
-                ptrs = weights.ptr + tokens * weights.stride_m + j * weights.stride_n
-                slot *= tl.load(ptrs, mask=used, other=0.0).to(tl.float32)[:, None]
-            acc += slot
-        into = y_ptr + tokens[:, None] * H + columns[None, :]
-        inside = (tokens < T)[:, None] & (columns < H)[None, :]
-        tl.store(into, tiles.rounded(acc, y_ptr.dtype.element_ty), mask=inside)
-    if signals.end_call(link.signal_ptrs, rank, generation):
-        signals.spoil(y_ptr, tl.cast(T, tl.int64) * H)

@@ -50,7 +50,7 @@ from weft.kernels.device.gathered_rows import TileRows
 from weft.kernels.device.outputs import finish_tile
 from weft.kernels.engine.chips import Tiling
 from weft.kernels.engine.epilogues import Activation
-from weft.kernels.experts.expert_tiles import (
+from weft.kernels.expert_kernels.expert_tiles import (
     expert_tile,
     experts_of,
     place_of,
@@ -58,9 +58,10 @@ from weft.kernels.experts.expert_tiles import (
     tiles_of,
     weight_of,
 )
-from weft.kernels.experts.pulled_rows import (
+from weft.kernels.expert_kernels.pulled_rows import (
     PulledRows,
     chunk_of,
+    delivered_rows,
     fetch_rows,
     rows_at_owners,
     wait_for_owners,
@@ -83,6 +84,7 @@ class DispatchVariant:
         even_k: whether K is whole steps of the tiles.
         w_transposed: whether descriptors are of the transposes.
         quantized: whether rows travel in fp8.
+        delivered: whether rows lie in the own half, where `few_tokens` has them.
     """
 
     weights: int
@@ -96,6 +98,7 @@ class DispatchVariant:
     even_k: bool
     w_transposed: bool
     quantized: bool = False
+    delivered: bool = False
 
     @property
     def outputs(self) -> int:
@@ -129,7 +132,9 @@ def _tile_rows(call, tile, came, V: tl.constexpr):
     numbers = tile.first + tl.arange(0, V.tiles.block_m)
     # Past the end the last row is repeated: the first ones of the next expert may not be there.
     nearby = tl.minimum(numbers, last)
-    if V.copies == 0:
+    if V.delivered:
+        ptrs = delivered_rows(pull, nearby, nearby <= last, dtype)
+    elif V.copies == 0:
         ptrs = rows_at_owners(pull, nearby, nearby <= last, dtype)
     else:
         ptrs = pull.fetched.ptr + nearby.to(tl.int64) * pull.K
@@ -188,7 +193,7 @@ def _make_tile(call, tile, came, V: tl.constexpr):
 
 
 @triton.jit
-def _make_tiles(call, experts, program, programs, came, V: tl.constexpr):
+def make_tiles(call, experts, program, programs, came, V: tl.constexpr):
     """Every `programs`-th tile from number `program` on; none by copy programs, which have < 0."""
     OUTPUTS: tl.constexpr = V.outputs
     TILES: tl.constexpr = V.tiles
@@ -234,7 +239,7 @@ def dispatch_kernel(
     total = rows_of(experts)
     chunk_rows = chunk_of(total, chunk_rows, V.world_size)
     pull = PulledRows(
-        table, total, chunk_rows, link, rank, generation, pitch, numbers_at, fetched, K
+        table, total, chunk_rows, link, rank, generation, pitch, numbers_at, fetched, K, 0
     )
     call = DispatchTiles(pull, weights, Ns, row_desc, w_desc, w2_desc, out)
     came = True
@@ -243,13 +248,13 @@ def dispatch_kernel(
     elif program < V.copies:
         fetch_rows(pull, V)
     if WEIGHTS > 0:  # else there is none that tiles could be compiled for, and all programs copy
-        _make_tiles(call, experts, program - V.copies, programs, came, V)
+        make_tiles(call, experts, program - V.copies, programs, came, V)
     if signals.end_call(link.signal_ptrs, rank, generation):
-        _spoil(call, tl.cast(R, tl.int64), V)
+        spoil_results(call, tl.cast(R, tl.int64), V)
 
 
 @triton.jit
-def _spoil(call, R, V: tl.constexpr):
+def spoil_results(call, R, V: tl.constexpr):
     """Fill all results with NaN."""
     OUTPUTS: tl.constexpr = V.outputs
     WEIGHTS: tl.constexpr = V.weights

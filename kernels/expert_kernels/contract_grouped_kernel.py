@@ -24,7 +24,7 @@ from weft.collectives.device.launches import launching
 from weft.kernels.device import tiles
 from weft.kernels.device.operands import matrix
 from weft.kernels.engine.chips import Tiling, chip_of, tiling_for
-from weft.kernels.experts.expert_tiles import expert_weights, weight_of
+from weft.kernels.expert_kernels.expert_tiles import expert_weights, weight_of
 
 
 @triton.jit

@@ -27,7 +27,8 @@ class PulledRows(NamedTuple):
 
     Fields: RowTable; how many of its rows are real, and are announced together; the way to the
     peers, this rank, the number of the call; of what is published the elements from row to row, and
-    the byte at which the numbers begin, or the scales of fp8 rows; Rows fetched, and their columns.
+    the byte at which the numbers begin, or the scales of fp8 rows; Rows fetched, and their columns;
+    for how many rows of each rank the own half has places, where they are delivered.
     """
 
     table: Any
@@ -40,6 +41,7 @@ class PulledRows(NamedTuple):
     numbers_at: Any
     fetched: Any
     K: Any
+    most: Any
 
 
 @triton.jit
@@ -62,6 +64,16 @@ def rows_at_owners(pull, rows, inside, dtype: tl.constexpr):
     halves = tl.multiple_of(_published(pull, rows, inside), [16])
     number = tl.load(pull.table.rows + rows, mask=inside, other=0).to(tl.int64)
     return halves.to(tl.pointer_type(dtype)) + number * pull.pitch
+
+
+@triton.jit
+def delivered_rows(pull, rows, inside, dtype: tl.constexpr):
+    """Pointers to the rows where their owners have put them, in the rank's own half."""
+    link = pull.link
+    half = signals.half_ptr(link.buffer_ptrs, pull.rank, pull.generation, link.half_bytes, dtype)
+    source = tl.load(pull.table.ranks + rows, mask=inside, other=0).to(tl.int64)
+    number = tl.load(pull.table.rows + rows, mask=inside, other=0)
+    return half + (source * pull.most + number) * pull.pitch
 
 
 @triton.jit

@@ -89,7 +89,8 @@ def tiles_of(experts):
 
 
 @triton.jit
-def _total(x):
+def total_of(x):
+    """The sum of a vector."""
     return tl.reduce(x, 0, tl.standard._sum_combine)
 
 
@@ -101,12 +102,12 @@ def expert_tile(experts, tile, tiles_n, shift, BLOCK_M: tl.constexpr, GROUP_M: t
     of tiles number shift[0] / shift[1] of them, around.
     """
     lanes = tl.arange(0, experts.ends.shape[0])
-    expert = _total((experts.until * tiles_n <= tile).to(tl.int32))
+    expert = total_of((experts.until * tiles_n <= tile).to(tl.int32))
     mine = lanes == expert
-    begin = _total(tl.where(mine, experts.begins, 0))
-    end = _total(tl.where(mine, experts.ends, 0))
+    begin = total_of(tl.where(mine, experts.begins, 0))
+    end = total_of(tl.where(mine, experts.ends, 0))
     tiles_m = tiles.cdiv(end - begin, BLOCK_M)
-    number = tile - (_total(tl.where(mine, experts.until, 0)) - tiles_m) * tiles_n
+    number = tile - (total_of(tl.where(mine, experts.until, 0)) - tiles_m) * tiles_n
     tile_m, tile_n = tiles.grouped_tile(number, tiles_m, tiles_n, GROUP_M)
     tile_m = (tile_m + tiles_m * shift[0] // shift[1]) % tiles_m
     return ExpertTile(expert, begin + tile_m * BLOCK_M, end, tile_n)

@@ -1,35 +1,27 @@
-"""How the kernels of `dispatch_kernel` and of `combine_kernel` are launched.
+"""How the kernels of `dispatch_kernel` are launched.
 
 Configurations depend on shapes, dtype and chip alone. Ranks may differ in them: copy programs
-announce rows to their own rank, and slots do not lie as tiles do.
+announce rows to their own rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import triton.language as tl
 
-from weft.collectives import Workspace, workspace
-from weft.collectives.device.launches import launching, layouts_of
+from weft.collectives import Workspace
+from weft.collectives.device.launches import launching
 from weft.collectives.memory.workspace import check_room, link_of
 from weft.kernels.device import gathers
-from weft.kernels.device.operands import NO_SCALES, Matrix, Scales, described_rows, matrix
+from weft.kernels.device.operands import NO_SCALES, Scales, described_rows
 from weft.kernels.device.outputs import Outputs
 from weft.kernels.engine.chips import INTERPRETER, Chip, Tiling, chip_of
 from weft.kernels.engine.epilogues import Activation
 from weft.kernels.engine.fp8 import FP8
-from weft.kernels.experts.combine_kernel import (
-    CombineConfig,
-    PushVariant,
-    combine_config,
-    push_kernel,
-    weigh_kernel,
-)
-from weft.kernels.experts.dispatch_kernel import DispatchVariant, dispatch_kernel
-from weft.kernels.experts.expert_tiles import (
+from weft.kernels.expert_kernels.dispatch_kernel import DispatchVariant, dispatch_kernel
+from weft.kernels.expert_kernels.expert_tiles import (
     RowTable,
     aligned_sizes,
     check_table,
@@ -38,7 +30,6 @@ from weft.kernels.experts.expert_tiles import (
     expert_weights,
     lanes_for,
 )
-from weft.kernels.experts.routing import Routing
 
 
 @dataclass(frozen=True)
@@ -242,210 +233,3 @@ def launch_dispatch(
         **tiling.options,
     )
     return Dispatched(rows, fetched, ys, sums)
-
-
-def _pitch(H: int) -> int:
-    """Elements from slot to slot."""
-    return gathers.pitch_of(H) if H >= 16 else H
-
-
-def combine_bytes(tokens: int, slots: int, H: int, wire_dtype: torch.dtype) -> int:
-    """Symmetric memory of each rank, for at most `tokens` tokens of `slots` slots, all parts."""
-    return tokens * slots * _pitch(H) * wire_dtype.itemsize
-
-
-def launch_combine(
-    hs: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor],
-    ws: Workspace,
-    table: RowTable,
-    tokens: Sequence[int],
-    topk_ids: torch.Tensor,
-    experts: int,
-    *,
-    topk_weights: torch.Tensor | None = None,
-    tensor_parallel_size: int = 1,
-    wire_dtype: torch.dtype | None = None,
-    out_dtype: torch.dtype | None = None,
-    config: CombineConfig | None = None,
-) -> torch.Tensor:
-    """Enqueue y[t] = sum over j of topk_weights[t, j] * (sum over i of h_i @ w_i in slot (t, j)).
-
-    Args:
-        hs: (R, N_i) each, any strides, in the order of `table`.
-        weights: (E, N_i, H) each, any strides, dtype of hs; none: the only h (R, H) is pushed.
-        ws: room for `combine_bytes(max(tokens), k * tensor_parallel_size, H, wire_dtype)`.
-        table: of this rank's rows.
-        tokens: T of every rank, the same list on all ranks.
-        topk_ids: (T, k) int32, contiguous, of this rank's tokens. Slots whose id is none of
-            0 .. experts - 1 are left out.
-        experts: of all ranks.
-        topk_weights: (T, k) of any floating dtype; None: 1.
-        tensor_parallel_size: how many consecutive ranks hold parts of the same experts.
-        wire_dtype: in which results travel, the same on all ranks; default that of hs.
-        out_dtype: of y; default that of hs.
-        config: default `combine_config`.
-
-    Returns:
-        (T, H), contiguous. To have what is in each slot, pass the ids as (T k, 1).
-    """
-    h, E, W, parts = hs[0], len(table.ends), ws.world_size, tensor_parallel_size
-    (T, k), H = topk_ids.shape, weights[0].shape[2] if weights else h.shape[1]
-    check_table(table, E, h.device)
-    wire = wire_dtype or h.dtype
-    if config is None:
-        expected = max(1, len(table.rows) * parts // (W * max(1, E)))
-        aligned = aligned_sizes(H, *(x.shape[1] for x in hs if weights))
-        chip = chip_of(h.device)
-        config = combine_config(expected, H, h.dtype, chip, experts=E, aligned=aligned)
-    needed = combine_bytes(max(tokens), k * parts, H, wire)
-    check_room(ws, needed, "combine_bytes(max(tokens), k * parts, H, wire_dtype)")
-    tiling, pitch, wired = config.tiling, _pitch(H), getattr(tl, str(wire).removeprefix("torch."))
-    descs, w_transposed = described_experts(weights, tiling, config.descriptors)
-    h_descs = [described_rows(x, x, tiling, descs[0] is not None)[1] for x in hs[:2]]
-    if None in h_descs or len(hs) > 2:
-        h_descs = [None, None]
-    launching(push_kernel, config.programs)(
-        tuple(map(matrix, hs)),
-        *[*h_descs, None][:2],
-        tuple(map(expert_weights, weights)),
-        *descs,
-        table,
-        link_of(ws),
-        E,
-        tuple(x.shape[1] for x in hs),
-        H,
-        parts,
-        ws.rank % parts,
-        pitch,
-        ws.rank,
-        V=PushVariant(
-            terms=len(weights),
-            wire=wired,
-            tiles=tiling,
-            world_size=W,
-            lanes=lanes_for(E),
-            even_k=all(x.shape[1] % tiling.block_k == 0 for x in hs),
-            w_transposed=w_transposed,
-        ),
-        **tiling.options,
-    )
-    y = h.new_empty(T, H, dtype=out_dtype)
-    launching(weigh_kernel, config.programs)(
-        y,
-        topk_ids,
-        Matrix(None, 0, 0) if topk_weights is None else matrix(topk_weights),
-        link_of(ws),
-        T,
-        H,
-        pitch,
-        experts,
-        ws.rank,
-        WIRE=wired,
-        WORLD_SIZE=W,
-        TOP_K=k,
-        PARTS=parts,
-        BLOCK_T=config.weigh_t,
-        BLOCK_H=config.weigh_h,
-        num_warps=8,
-    )
-    return y
-
-
-def _table_of(routing: Routing) -> RowTable:
-    return RowTable(routing.ends, routing.ranks, routing.rows, routing.slots)
-
-
-def dispatched(
-    op: str,
-    told: tuple[Hashable, ...],
-    routing: Routing,
-    x: torch.Tensor,
-    weights: Sequence[torch.Tensor] = (),
-    numbers: torch.Tensor | None = None,
-    activation: Activation | None = None,
-    keep_sums: bool = False,
-    quantize: bool = False,
-) -> Dispatched:
-    """`launch_dispatch` as a call of `op`, or its launches of before.
-
-    Args:
-        told: as in `Workspace.call`.
-    """
-    table, tokens, tp = _table_of(routing), routing.tokens, routing.tensor_parallel_size
-    wire, k = FP8 if quantize else x.dtype, int(quantize)
-    nbytes = dispatch_bytes(
-        max(tokens), x.shape[1], wire, k if numbers is None else numbers.shape[1]
-    )
-    ws = workspace(routing.group, nbytes, channel="gather", device=x.device)
-
-    def launched() -> list[torch.Tensor]:
-        made = launch_dispatch(
-            x,
-            weights,
-            ws,
-            table,
-            tokens,
-            numbers=numbers,
-            activation=activation,
-            keep_sums=keep_sums,
-            tensor_parallel_size=tp,
-            quantize=quantize,
-        )
-        assert made.rows is not None
-        pulled = [] if made.numbers is None else [made.numbers]
-        return [made.rows, *made.ys, *made.sums, *pulled]
-
-    operands = [x, *weights, numbers, *table]
-    key = op, *tokens, tp, activation, keep_sums, quantize, layouts_of(operands)
-    with ws.call(op, told):
-        rows, *made = ws.repeat(key, operands, launched)
-    count = 1 if activation == "swiglu" else len(weights)
-    sums = made[count : count + len(weights)] if keep_sums else []
-    return Dispatched(rows, None if numbers is None else made[-1], made[:count], sums)
-
-
-def combined(
-    op: str,
-    told: tuple[Hashable, ...],
-    routing: Routing,
-    hs: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor],
-    wire_dtype: torch.dtype,
-    topk_weights: torch.Tensor | None = None,
-    by_slot: bool = False,
-) -> torch.Tensor:
-    """`launch_combine` as a call of `op`, or its launches of before.
-
-    Args:
-        told: as in `Workspace.call`.
-        by_slot: return what is in each slot, (T k, H), not the sums over those of a token.
-    """
-    table, tp, ids = _table_of(routing), routing.tensor_parallel_size, routing.topk_ids
-    k, experts = (1 if by_slot else routing.top_k), sum(routing.experts[::tp])
-    tokens = [t * routing.top_k for t in routing.tokens] if by_slot else routing.tokens
-    H = weights[0].shape[2] if weights else hs[0].shape[1]
-    nbytes = combine_bytes(max(tokens), k * tp, H, wire_dtype)
-    ws = workspace(routing.group, nbytes, channel="scatter", device=ids.device)
-
-    def launched() -> list[torch.Tensor]:
-        return [
-            launch_combine(
-                hs,
-                weights,
-                ws,
-                table,
-                tokens,
-                ids.view(-1, k),
-                experts,
-                topk_weights=topk_weights,
-                tensor_parallel_size=tp,
-                wire_dtype=wire_dtype,
-            )
-        ]
-
-    operands = [*hs, *weights, topk_weights, ids, *table]
-    key = op, *tokens, tp, by_slot, wire_dtype, layouts_of(operands)
-    with ws.call(op, told):
-        (y,) = ws.repeat(key, operands, launched)
-    return y

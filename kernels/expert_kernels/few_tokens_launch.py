@@ -1,0 +1,213 @@
+"""How the kernel of `few_tokens` is launched: a grid that is the same on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import triton
+
+from weft.collectives import Workspace
+from weft.collectives.device.launches import launching
+from weft.collectives.memory.workspace import check_room, link_of
+from weft.kernels.device import gathers
+from weft.kernels.device.operands import NO_SCALES, matrix
+from weft.kernels.device.outputs import Outputs
+from weft.kernels.engine.chips import INTERPRETER, Chip, Tiling, chip_of
+from weft.kernels.engine.epilogues import Activation
+from weft.kernels.expert_kernels.dispatch_kernel import DispatchVariant
+from weft.kernels.expert_kernels.dispatch_launch import dispatch_config
+from weft.kernels.expert_kernels.expert_tiles import (
+    RowTable,
+    aligned_sizes,
+    described_experts,
+    expert_weights,
+    lanes_for,
+)
+from weft.kernels.expert_kernels.few_tokens import Roles, few_tokens_kernel
+
+
+@dataclass(frozen=True)
+class FewConfig:
+    """How the kernel of `few_tokens` is launched.
+
+    Attributes:
+        tiling: tiles of the matmul.
+        programs: the grid, that of all ranks.
+        roles: of the programs; senders are the same on all ranks.
+        descriptors: whether weights that allow it are read by tensor descriptor.
+    """
+
+    tiling: Tiling
+    programs: int
+    roles: Roles
+    descriptors: bool = False
+
+
+def few_config(
+    rows: int,
+    N: int,
+    dtype: torch.dtype,
+    tokens: int,
+    top_k: int,
+    world_size: int,
+    chip: Chip,
+    *,
+    experts: int = 1,
+    aligned: bool = True,
+    pair: bool = False,
+    keep_sums: bool = False,
+) -> FewConfig:
+    """The launch for at most `tokens` tokens a rank of `top_k` experts; else as `dispatch_config`.
+
+    Beside the link, an eighth of the cores keeps up; the memory of weights wants the others.
+    """
+    like = dispatch_config(
+        rows,
+        N,
+        dtype,
+        world_size,
+        chip,
+        experts=experts,
+        aligned=aligned,
+        pair=pair,
+        keep_sums=keep_sums,
+    )
+    programs = max(3, chip.programs)
+    senders = max(1, min(tokens, programs // 8, 256 // world_size))
+    ids = triton.next_power_of_2(max(1, world_size * tokens * top_k))
+    roles = Roles(
+        senders=senders,
+        clerks=max(1, programs // 16),
+        top_k=top_k,
+        lanes_k=triton.next_power_of_2(top_k),
+        block=8 if chip is INTERPRETER else min(ids, 1024),
+        copy_n=16 if chip is INTERPRETER else 512 * like.tiling.num_warps // dtype.itemsize,
+    )
+    return FewConfig(like.tiling, programs, roles, like.descriptors)
+
+
+def few_bytes(
+    tokens: int, top_k: int, columns: int, dtype: torch.dtype, world_size: int
+) -> tuple[int, int]:
+    """Symmetric memory of each rank, and where in it ids begin, for at most `tokens` a rank."""
+    ids_at = -(-world_size * tokens * gathers.pitch_of(columns) * dtype.itemsize // 16) * 16
+    return ids_at + 4 * world_size * tokens * top_k, ids_at
+
+
+@dataclass(frozen=True)
+class FewDispatched:
+    """What a launch returns; of all, what begins at row table.ends[-1] is undefined.
+
+    Attributes:
+        ys, sums: as of `Dispatched`.
+        table: of the rows that have come.
+        counts: (W, E) int32: how many come from each rank for each expert.
+        load: (experts of all ranks,) int64: how many assignments each of them got.
+    """
+
+    ys: list[torch.Tensor]
+    sums: list[torch.Tensor]
+    table: RowTable
+    counts: torch.Tensor
+    load: torch.Tensor
+
+
+def launch_few_tokens(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    ws: Workspace,
+    tokens: Sequence[int],
+    experts: Sequence[int],
+    *,
+    activation: Activation | None = None,
+    keep_sums: bool = False,
+    tensor_parallel_size: int = 1,
+    config: FewConfig | None = None,
+) -> FewDispatched:
+    """Enqueue y_i = activation(rows @ w_i[expert of the row]) of ids that only their rank knows.
+
+    Args:
+        x: (T, K), this rank's tokens, any strides.
+        topk_ids: (T, k) int32, contiguous.
+        weights: (E, K, N_i) each, at least one, any strides, dtype of x.
+        ws: room for `few_bytes(max(tokens), k, K, x.dtype, W)`.
+        tokens, experts: how many every rank has; the same lists on all ranks.
+        activation, keep_sums, tensor_parallel_size: as in `launch_dispatch`.
+        config: default `few_config`.
+    """
+    (T, K), k, W, E = x.shape, topk_ids.shape[1], ws.world_size, experts[ws.rank]
+    pair, Ns, most = activation == "swiglu", tuple(w.shape[2] for w in weights), max(tokens)
+    R, tp = sum(tokens) * k, tensor_parallel_size
+    if config is None:
+        config = few_config(
+            max(1, R * tp // (W * max(1, E))),
+            sum(Ns),
+            x.dtype,
+            most,
+            k,
+            W,
+            chip_of(x.device),
+            experts=E,
+            aligned=aligned_sizes(K, *Ns),
+            pair=pair,
+            keep_sums=keep_sums,
+        )
+    needed, ids_at = few_bytes(most, k, K, x.dtype, W)
+    check_room(ws, needed, "few_bytes(max(tokens), k, K, x.dtype, W)")
+    ends = [*accumulate(experts[::tp])]
+    afters = tuple(ends[rank // tp] for rank in range(W))
+    firsts = tuple(after - own for after, own in zip(afters, experts, strict=True))
+    ys = [x.new_empty(R, N) for N in (Ns[:1] if pair else Ns)]
+    sums = [x.new_empty(R, N) for N in Ns] if keep_sums else []
+    table = RowTable(*(topk_ids.new_empty(n) for n in (E, R, R, R)))
+    counts, load = topk_ids.new_empty(W, E), topk_ids.new_empty(ends[-1], dtype=torch.int64)
+    tiling = config.tiling
+    describe = config.descriptors and (pair or len(weights) == 1)
+    descs, w_transposed = described_experts(weights, tiling, describe)
+    launching(few_tokens_kernel, config.programs)(
+        Outputs(
+            tuple(ys),
+            tuple(sums) if keep_sums else None,
+            (None,) * len(weights),
+            (NO_SCALES,) * len(weights),
+        ),
+        matrix(x),
+        topk_ids,
+        tuple(map(expert_weights, weights)),
+        *descs,
+        table,
+        counts,
+        load,
+        link_of(ws),
+        firsts,
+        afters,
+        T,
+        R,
+        E,
+        Ns,
+        K,
+        gathers.pitch_of(K),
+        most,
+        ids_at,
+        ws.rank,
+        V=DispatchVariant(
+            weights=len(weights),
+            activation=activation,
+            tiles=tiling,
+            world_size=W,
+            lanes=lanes_for(E),
+            copies=0,
+            copy_m=1,
+            copy_n=config.roles.copy_n,
+            even_k=K % tiling.block_k == 0,
+            w_transposed=w_transposed,
+            delivered=True,
+        ),
+        ROLES=config.roles,
+        **tiling.options,
+    )
+    return FewDispatched(ys, sums, table, counts, load)

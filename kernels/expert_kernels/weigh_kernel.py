@@ -1,0 +1,115 @@
+"""What has come to the slots of a rank's tokens, added up with weights: see `combine_kernel`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from weft.collectives.device import signals
+from weft.kernels.device import tiles
+
+
+@dataclass(frozen=True)
+class WeighVariant:
+    """What adding up is compiled for.
+
+    Attributes:
+        top_k, parts: slots of a token, and results in each.
+        block_t, block_h: tokens and columns that are added up at a time.
+    """
+
+    top_k: int
+    parts: int
+    block_t: int
+    block_h: int
+
+
+@triton.jit
+def weigh(
+    y_ptr,
+    ids_ptr,
+    weights,
+    link,
+    rank,
+    generation,
+    T,
+    H,
+    pitch,
+    experts,
+    program,
+    programs,
+    WIRE: tl.constexpr,
+    W: tl.constexpr,
+):
+    """Add up every `programs`-th block of y from number `program` on, of slots that are there."""
+    TOP_K: tl.constexpr = W.top_k
+    PARTS: tl.constexpr = W.parts
+    BLOCK_T: tl.constexpr = W.block_t
+    BLOCK_H: tl.constexpr = W.block_h
+    half = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, WIRE)
+    across = tiles.cdiv(H, BLOCK_H)
+    for block in range(program, tiles.cdiv(T, BLOCK_T) * across, programs):
+        tokens = (block // across * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+        columns = block % across * BLOCK_H + tl.arange(0, BLOCK_H)
+        acc = tiles.zeros(BLOCK_T, BLOCK_H)
+        for j in tl.static_range(TOP_K):
+            ids = tl.load(ids_ptr + tokens * TOP_K + j, mask=tokens < T, other=-1)
+            used = (ids >= 0) & (ids < experts)
+            inside = used[:, None] & (columns < H)[None, :]
+            slot = tiles.zeros(BLOCK_T, BLOCK_H)
+            for part in tl.static_range(PARTS):
+                rows = half + ((tokens * TOP_K + j) * PARTS + part) * pitch
+                ptrs = rows[:, None] + columns[None, :]
+                slot += tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
+            if weights.ptr is not None:
+                ptrs = weights.ptr + tokens * weights.stride_m + j * weights.stride_n
+                slot *= tl.load(ptrs, mask=used, other=0.0).to(tl.float32)[:, None]
+            acc += slot
+        into = y_ptr + tokens[:, None] * H + columns[None, :]
+        inside = (tokens < T)[:, None] & (columns < H)[None, :]
+        tl.store(into, tiles.rounded(acc, y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["T", "experts", "rank"])
+def weigh_kernel(
+    y_ptr,  # (T, H)
+    ids_ptr,  # (T, k) int32
+    weights,  # Matrix (T, k), or of None
+    link,
+    T,
+    H,
+    pitch,
+    experts,
+    rank,
+    WIRE: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    W: tl.constexpr,  # WeighVariant
+) -> None:
+    """y[t] = sum over j of weights[t, j] * slot (t, j), if ids[t, j] is an expert's. Grid: any.
+
+    Example: ids [[1, -1]], weights [[0.5, nan]], slot (0, 0) of [4, 6]: y is [[2, 3]].
+    """
+    generation = signals.last_generation(link.signal_ptrs, rank)
+    came = signals.wait_for_peers(
+        link.signal_ptrs, rank, WORLD_SIZE, 0, 0, generation, link.timeout_ns
+    )
+    weigh(
+        y_ptr,
+        ids_ptr,
+        weights,
+        link,
+        rank,
+        generation,
+        tl.where(came, T, 0),
+        H,
+        pitch,
+        experts,
+        tl.program_id(0),
+        tl.num_programs(0),
+        WIRE,
+        W,
+    )
+    if signals.end_call(link.signal_ptrs, rank, generation):
+        signals.spoil(y_ptr, tl.cast(T, tl.int64) * H)
