@@ -61,9 +61,9 @@ PLAYED = [
     ("matmul_reduce_scatter", 512, 2, "h100", 73.2),
     ("matmul_all_reduce", 64, 2, "h100", 30.8),
     ("matmul_all_reduce", 64, 4, "h100", 18.7),
-    ("all_gather_matmul", 1024, 8, "b200", 40.7),
+    ("all_gather_matmul", 1024, 8, "b200", 42.5),
     ("all_gather_matmul", 1024, 8, "mi300x", 85.1),
-    ("matmul_reduce_scatter", 1024, 8, "b200", 36.7),
+    ("matmul_reduce_scatter", 1024, 8, "b200", 37.7),
     ("matmul_reduce_scatter", 1024, 8, "mi300x", 79.8),
     ("matmul_all_reduce", 64, 8, "b200", 11.3),
     ("matmul_all_reduce", 64, 8, "mi300x", 29.2),
@@ -71,8 +71,8 @@ PLAYED = [
     ("all_gather_matmul", 4096, 2, "h100", 360.8),
     ("all_gather_matmul", 4096, 8, "mi300x", 379.9),
     ("matmul_reduce_scatter", 2048, 4, "b200", 75.9),
-    ("all_gather_matmul", 16, 8, "h100", 16.5),
-    ("matmul_reduce_scatter", 16, 8, "h100", 11.9),
+    ("all_gather_matmul", 16, 8, "h100", 19.3),
+    ("matmul_reduce_scatter", 16, 8, "h100", 12.0),
     ("matmul_all_reduce", 1024, 8, "h100", 84.4),
 ]
 
