@@ -371,20 +371,20 @@ def _measure(group: Group, device: torch.device) -> Machine:
         parts = [torch.empty_like(part) for _ in range(group.world_size)]
         dist.all_gather(parts, part, group=pg)
 
-    def affordable(call: Callable[[int], object]) -> int:
-        """Bytes of which `call` takes as long as rates want, on any rank, or `nbytes`."""
+    def affordable(call: Callable[[int], object], enough_us: float) -> int:
+        """Bytes of which `call` takes so long on any rank, or `nbytes`."""
         sent = _LEAST_BYTES
         while sent < nbytes:
             us = torch.tensor(timed(partial(call, sent), 1), device=device)
             dist.all_reduce(us, dist.ReduceOp.MAX, group=pg)
-            if float(us) > _ENOUGH_US:
+            if float(us) > enough_us:
                 break
             sent *= 4
         return sent
 
     wire_us = timed(lambda: gather(source[:64]), 5, 8)
     # Networks may be slow.
-    sent = nbytes if near is group else affordable(lambda n: gather(source[:n]))
+    sent = nbytes if near is group else affordable(lambda n: gather(source[:n]), _ENOUGH_US)
     whole_us = timed(lambda: gather(source[:sent]), 3, 2)
     wire = sent * (group.world_size - 1) / max(whole_us - wire_us, 1.0)
     rates = Machine(flops, copy, sync_us, wire, wire_us)
@@ -404,18 +404,21 @@ def _with_hosts(
     group: Group,
     pg: Any,
     source: torch.Tensor,
-    affordable: Callable[[Callable[[int], object]], int],
+    affordable: Callable[[Callable[[int], object], float], int],
     timed: Callable[..., float],
 ) -> Machine:
     """With what crosses: all ranks hear from one other host at a time."""
 
     def shift(step: int, nbytes: int) -> None:
         sends, receives = ([nbytes * n for n in each] for each in rails(group, step))
-        out, x = source.new_empty(sum(receives)), source[:nbytes].repeat(sum(map(bool, sends)))
+        hearing = sum(map(bool, sends))
+        x = source[:nbytes] if hearing == 1 else source[:nbytes].repeat(hearing)
+        out = source.new_empty(sum(receives))
         dist.all_to_all_single(out, x, receives, sends, group=pg)
 
-    us = timed(lambda: shift(1, 64), 5, 4)
-    sent, H = affordable(lambda n: shift(1, n)), len(group.hosts)
+    H, us = len(group.hosts), timed(lambda: shift(1, 64), 5, 4)
+    # Of many hosts there are many pairs.
+    sent = affordable(lambda n: shift(1, n), max(_ENOUGH_US / (H - 1), _ENOUGH_US / 10))
     heard = [sent / max(timed(lambda s=s: shift(s, sent), 2) - us, 1.0) for s in range(1, H)]
     told = group.gather_objects((heard, us, rates.copy, rates.sync_us), "rates between hosts")
     between = [[0.0] * H for _ in range(H)]
