@@ -142,8 +142,9 @@ def forget_rates(group: Group) -> None:
 def machine(group: Group, device: torch.device) -> Machine:
     """The rates for `group` on `device`. Collective the first time in a process."""
     if group.virtual is not None:
-        stood_for = group.virtual.hardware
-        return stood_for.rates() if stood_for else _NOMINAL
+        stood_for, H = group.virtual.hardware, len(group.hosts)
+        rates = stood_for.rates() if stood_for else _NOMINAL
+        return replace(rates, between=[[rates.wire] * H] * H, between_us=10.0) if H else rates
     found = _machines.get((group, device.type))
     if found is None:
         fields = Machine.__dataclass_fields__

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from weft.bench.published import experts
 from weft.bench.published.attention import attention, ring
 from weft.bench.published.matmuls import beside, layer, matmul, product
 from weft.bench.published.rows import InexpressibleError, Row, hardware_of, op_words
@@ -70,7 +71,7 @@ def predict(row: Row) -> Prediction:
 _BEYOND = (
     (r"double tree", "weft has no double tree of its own"),
     (r"\bint[48]\b|\bfp4\b|quick-?reduce int", "sums that travel quantized to so few bits"),
-    (r"mega ?(moe|kernel|triton)|mega kernel", "a kernel of a whole layer"),
+    (r"^(?!.*\bmoe\b).*mega ?(kernel|triton)", "a kernel of a whole layer"),
     (r"varlen|packed", "the lengths of the documents are not stated"),
 )
 
@@ -104,6 +105,9 @@ _FAMILIES: tuple[tuple[str, Callable[[Row, Hardware], Time]], ...] = (
     (r"(fused[ _])?matmul[ _+-]*all_reduce", product("matmul_all_reduce")),
     (r"independent matmul beside all_gather", beside),
     (r"mlp (= all_gather\+matmul, swiglu, matmul\+reduce_scatter|with all_reduce)", layer),
+    (r"moe (dispatch|combine|all_to_all)(, low latency)?", experts.alone),
+    (r"moe layer0: .*", experts.product),
+    (r"moe (dispatch[ _+-]*matmul.*combine|layer, decode)", experts.layer),
     (r"rms_norm", rms_norm),
     (r"reduce_scatter[ _+-]*rms_norm[ _+-]*all_gather", sum_and_norm),
     (r"all_reduce[ _+-]*(residual)?[ _+-]*rms_norm", sum_and_norm),

@@ -21,7 +21,7 @@ from weft.dtensor.dispatch import backward
 from weft.dtensor.dispatch.call import map_tree
 from weft.dtensor.dispatch.dispatch import dispatch, learn, outermost
 from weft.dtensor.fused.attention import attention, stride_like
-from weft.dtensor.fused.grouped import grouped_matmul
+from weft.dtensor.fused.grouped import grouped_matmul, scaled_grouped_matmul
 from weft.dtensor.fused.loss import cross_entropy
 from weft.dtensor.fused.products import addmm, bmm, einsum, is_dtensor, linear, matmul, mm
 from weft.dtensor.layout.boxes import layout_of
@@ -280,6 +280,7 @@ _handlers: dict[Any, _Handler] = {
     functional.cross_entropy: cross_entropy,
     functional.embedding: embedding,
     torch._grouped_mm: grouped_matmul,
+    torch._scaled_grouped_mm: scaled_grouped_matmul,
     functional.one_hot: one_hot,
     torch.tensor_split: tensor_split,
     torch.Tensor.tensor_split: tensor_split,

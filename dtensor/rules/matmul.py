@@ -185,6 +185,7 @@ def grouped_product(call: OpCall) -> Choices:
                                           a sum, zeros in the rows of other experts
     """
     first, second, out, divided = _GROUPED[call.inputs[0].ndim, call.inputs[1].ndim]
+    scales = 2 if len(call.inputs) == 5 else 0  # of both factors, before the offsets
     at = 0 if divided in first else 1  # the factor that is divided; the other one has the groups
 
     def localize(call: OpCall, inputs: list[Layout], outputs: list[Layout]) -> Any:
@@ -195,19 +196,26 @@ def grouped_product(call: OpCall) -> Choices:
         shape, dtype, op = outputs[0].local_shape, outputs[0].dtype, call.op
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            factors, rest = list(args[:2]), args[3:]
+            factors, of_factors = list(args[:2]), list(args[2 : 2 + scales])
+            ends, rest = args[2 + scales], args[3 + scales :]
             if not all(t.numel() for t in factors):
                 return factors[0].new_zeros(shape, dtype=dtype)
-            ends: Any = (args[2] - start).clamp(0, size) if divided else None
-            if not by_group:
-                return op(*map(_with_aligned_rows, factors), ends, *rest, **kwargs)
+            if scales:  # by rows and by columns, as kernels of fp8 want them
+                factors = [factors[0].contiguous(), factors[1].mT.contiguous().mT]
+            ends = (ends - start).clamp(0, size) if divided else None
+            if ends is None or not by_group:
+                return op(*map(_with_aligned_rows, factors), *of_factors, ends, *rest, **kwargs)
             # The rows of this rank's groups come first. The host never reads where they begin.
             before = ends[groups - 1] if groups else 0
             ends = ends[groups : groups + count] - before
             index = torch.arange(size, device=ends.device)
             rows = (index + before) % size
-            factors[at] = factors[at].index_select(dim, rows)
-            result = op(*map(_with_aligned_rows, factors), ends, *rest, **kwargs)
+            if scales:
+                bits = factors[at].view(torch.uint8).index_select(dim, rows)
+                factors[at], of_factors[at] = bits.view(factors[at].dtype), of_factors[at][rows]
+            else:
+                factors[at] = factors[at].index_select(dim, rows)
+            result = op(*map(_with_aligned_rows, factors), *of_factors, ends, *rest, **kwargs)
             result = result.masked_fill((index >= ends[-1]).unsqueeze(1 - dim), 0)
             return result.new_zeros(shape).index_copy_(dim, rows, result)
 
@@ -217,6 +225,32 @@ def grouped_product(call: OpCall) -> Choices:
     # A rank holds one run of what a plain shard cuts.
     plain = [s for s in strategies if all(pieces_of(p) == 1 for p in s.inputs)]
     return Choices(plain, localize)
+
+
+@rule("_scaled_grouped_mm")
+def scaled_grouped_product(call: OpCall) -> Choices:
+    """(rows, weights, a scale a row, scales (G, N), offsets): `grouped_product` of fp8.
+
+    Other scales, and sizes that kernels do not take a part of, are not cut.
+    """
+    x, w, *others = call.inputs
+    shapes = [layout.shape for layout in others[:2]]
+    plain = len(call.inputs) == 5 and (x.ndim, w.ndim) == (2, 3)
+    if not plain or shapes != [x.shape[:1], (w.shape[0], w.shape[2])]:
+        return Choices([call.whole])
+    found, multiple = grouped_product(call), 16 * len(x.place.ranks)
+    strategies: list[Strategy] = []
+    for strategy in found.strategies:
+        a, b = strategy.inputs[:2]
+        if any(isinstance(p, Partial) for p in (a, b)):
+            continue
+        dim = shard_dim(b) if is_shard(b) else 0
+        if dim and w.shape[dim] % multiple:
+            continue
+        of_rows = a if is_shard(a) and shard_dim(a) == 0 else Replicate()
+        of_columns = {0: b, 1: Replicate(), 2: Shard(1)}[dim]
+        strategies.append(Strategy((a, b, of_rows, of_columns, Replicate()), strategy.outputs))
+    return Choices(strategies, found.localize)
 
 
 def grouped_weight_grad(

@@ -28,10 +28,17 @@ from weft.dtensor.layout.boxes import Layout
 from weft.dtensor.layout.placements import pieces_of
 from weft.dtensor.layout.symbolic import present
 from weft.dtensor.move.transfers import same_shard, transition_bytes
-from weft.dtensor.rules.matmul import contraction, grouped_product, summand_placement
+from weft.dtensor.rules.matmul import (
+    contraction,
+    grouped_product,
+    scaled_grouped_product,
+    summand_placement,
+)
 from weft.kernels.engine.engines import collective_us, fused_us
 
 GATHER = "all_gather_matmul"
+# What a host takes to fetch a group's rows and to send its results, however few these are.
+_GROUP_US = 30.0
 
 
 def linear_product(
@@ -68,6 +75,25 @@ def _grouped_rule(call: OpCall) -> Choices:
     return Choices([*found.strategies, fused], found.localize)
 
 
+def scaled_rows_product(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    of_rows: torch.Tensor,
+    of_columns: torch.Tensor,
+    ends: torch.Tensor,
+) -> torch.Tensor:
+    """`grouped_rows_product` of fp8 with scales (R,) and (G, N), in bf16."""
+    return torch._scaled_grouped_mm(x, w, of_rows, of_columns, offs=ends, out_dtype=torch.bfloat16)
+
+
+@rule("scaled_rows_product")
+def _scaled_grouped_rule(call: OpCall) -> Choices:
+    found, rows = scaled_grouped_product(call), Shard(0)
+    way = Way("dispatch, combine", _travel_us)
+    fused = Strategy((rows, rows, rows, rows, Replicate()), (rows,), way)
+    return Choices([*found.strategies, fused], found.localize)
+
+
 def _travel_us(call: OpCall, mesh_dim: int) -> float | str:
     """Of rows to the ranks of their weights, of results back, and of where rows go to all ranks."""
     (x, w), W = call.inputs[:2], call.inputs[0].place.sizes[mesh_dim]
@@ -80,9 +106,11 @@ def _travel_us(call: OpCall, mesh_dim: int) -> float | str:
     if any(same_shard(p, Shard(0)) for p in others) or any(pieces_of(p) > 1 for p in x.placements):
         return "another mesh dim cuts dim 0 of the second, or the first in strides"
     rates, rows = cost.typical(call.mesh.device_type), present(x.shape[0] / x.parts(0))
-    share = rows * x.dtype.itemsize * (W - 1) / W
-    there, back = (fused_us(share * present(n), rates) for n in (x.shape[1], w.shape[2]))
-    return there + back + collective_us(4 * present(x.shape[0]), rates)
+    share = rows * (W - 1) / W
+    there = fused_us(share * x.dtype.itemsize * present(x.shape[1]), rates)
+    back = fused_us(share * call.outputs[0].dtype.itemsize * present(w.shape[2]), rates)
+    loop = _GROUP_US * present(w.shape[0]) / W if call.mesh.device_type == "cpu" else 0.0
+    return there + back + collective_us(4 * present(x.shape[0]), rates) + loop
 
 
 @rule("linear_product")

@@ -27,7 +27,13 @@ from weft.bench.published.rows import (
 )
 from weft.collectives.prices.hardware import H100, PRESETS
 from weft.collectives.prices.library import matmul_us
-from weft.collectives.protocols import HOST_US, KERNEL_SHARE, KERNEL_US, SWITCH_SHARE
+from weft.collectives.protocols import (
+    HOST_US,
+    KERNEL_SHARE,
+    KERNEL_US,
+    SECOND_SHOT_US,
+    SWITCH_SHARE,
+)
 
 
 def row(**cells: object) -> Row:
@@ -39,6 +45,28 @@ def us_of(**cells: object) -> float:
     made = predict(row(**cells))
     assert made.predicted is not None, made.why
     return made.predicted
+
+
+def test_experts_by_hand() -> None:
+    """Of 8 ranks on one host no card takes part; on 16 half of the copies go by one."""
+    cells = {"gpu": "H800", "M": 128, "N": 7168, "what": "deepep", "note": "top-8"}
+    op, each = "MoE combine, low latency", 128 * 8 * 7168 * 2
+    link = each / (200e3 * KERNEL_SHARE)
+    one = us_of(op=op, world=8, **cells)
+    assert one == pytest.approx(KERNEL_US + 7 / 8 * link)
+    two = us_of(op=op, world=16, **cells)
+    assert two == pytest.approx(KERNEL_US + 7 / 16 * link + each / 2 / (50e3 * 0.85))
+    layer = {"op": "MoE layer, decode", "gpu": "H200", "M": 4096, "N": 2048, "K": 4096}
+    layer |= {"dtype": "fp8", "note": "256 experts top-6"}
+    apart = predict(row(what="unfused", **layer))
+    assert apart.kind == "library" and "exposed communication" in apart.how
+    fused = predict(row(what="mega kernel", **layer))
+    assert fused.kind == "fused" and "exposed" in fused.how and "half precision" in fused.how
+    assert "not stated" in predict(row(what="x", **layer | {"note": ""})).why
+    unshown = predict(
+        row(op="MoE layer0: AG", what="TP8 EP1 E8 top2 torch (not optimised)", M=8, N=8, K=8)
+    )
+    assert "not shown" in unshown.why
 
 
 def test_words_for_ops_are_many() -> None:
@@ -120,7 +148,7 @@ def test_kernels_of_collectives_by_hand() -> None:
         host + 7 * nbytes / (KERNEL_SHARE * 450e3)
     )
     assert us_of(what="custom two-stage", **shape) == pytest.approx(
-        KERNEL_US + 1.75 * nbytes / (KERNEL_SHARE * 450e3)
+        KERNEL_US + SECOND_SHOT_US + 1.75 * nbytes / (KERNEL_SHARE * 450e3)
     )
     assert us_of(what="NVLS multimem", **shape) == pytest.approx(
         host + nbytes / (SWITCH_SHARE["all_reduce"] * 450e3)

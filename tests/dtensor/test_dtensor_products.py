@@ -15,7 +15,7 @@ from torch.nn import functional
 import weft
 from weft.dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from weft.dtensor.debug import CommDebugMode
-from weft.dtensor.rules import matmul
+from weft.dtensor.rules import matmul, products
 
 GROUPS, K, N = 4, 8, 16
 
@@ -144,7 +144,8 @@ def test_rows_travel_to_weights_that_are_cut_by_group(last: int) -> None:
     of_x = [Shard(0)] * mesh.ndim
     ours = [distribute_tensor(t, mesh, p).requires_grad_() for t, p in ((x, of_x), (w, of_w))]
     offs = distribute_tensor(ends, mesh)
-    told = str(weft.explain(lambda: functional.grouped_mm(*ours, offs=offs)))
+    with patch.object(products, "_GROUP_US", 0.0):  # else so few rows would not be worth it
+        told = str(weft.explain(lambda: functional.grouped_mm(*ours, offs=offs)))
     assert "dispatch_grouped_matmul is the cheapest" in told, told
     dy = distribute_tensor(seed, mesh, of_x)
     with CommDebugMode() as comm:
@@ -158,6 +159,65 @@ def test_rows_travel_to_weights_that_are_cut_by_group(last: int) -> None:
     for mine, theirs in zip(ours, plain, strict=True):
         assert mine.grad.placements[-1] == Shard(0)
         assert torch.equal(mine.grad.full_tensor(), theirs.grad)
+
+
+def scaled_grouped_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    of_rows: torch.Tensor,
+    of_columns: torch.Tensor,
+    offs: torch.Tensor,
+    bias: None = None,
+    scale_result: None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    use_fast_accum: bool = False,
+) -> torch.Tensor:
+    """The op by loops, as torch has it for GPUs alone; rows of no group are left undefined."""
+    assert a.is_contiguous() and b.mT.is_contiguous() and of_rows.is_contiguous()
+    made = torch.full((len(a), b.shape[2]), float("nan"))
+    for e, (start, stop) in enumerate(itertools.pairwise([0, *offs.tolist()])):
+        made[start:stop] = a[start:stop].float() @ b[e].float() * of_columns[e]
+    return (made * of_rows[:, None]).to(out_dtype)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("mesh", [(3,), (2, 2)], ids=str)
+def test_matmuls_of_groups_in_scaled_fp8(mesh: tuple[int, ...]) -> None:
+    """In random layouts, and where rows travel to their weights."""
+    ranks = init_device_mesh("cpu", mesh)
+    torch.manual_seed(0)
+    numbers = lambda *shape: torch.randint(-1, 2, shape).to(torch.float8_e4m3fn)  # noqa: E731
+    a, b = numbers(23, 96), numbers(6, 192, 96).mT
+    of_rows, of_columns = (2.0 ** torch.randint(-1, 2, s) for s in ((23,), (6, 192)))
+    ends = torch.tensor([0, 5, 5, 12, 19, 23], dtype=torch.int32)
+    expected = scaled_grouped_mm(a, b, of_rows, of_columns, ends)
+    operands, rows = (a, b, of_rows, of_columns), [Shard(0)] * len(mesh)
+    every = [[Replicate(), *map(Shard, range(t.ndim))] for t in operands]
+    pairs = itertools.product(*(itertools.product(p, repeat=len(mesh)) for p in every[:2]))
+    drawn = random.Random(0)
+    cases = [
+        [*pair, *([drawn.choice(p)] * len(mesh) for p in every[2:])]
+        for pair in drawn.sample(list(pairs), 6)
+    ]
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_scaled_grouped_mm", scaled_grouped_mm, "CPU")
+        offs = distribute_tensor(ends, ranks)
+        for placed in cases:
+            ours = [distribute_tensor(t, ranks, p) for t, p in zip(operands, placed, strict=True)]
+            result = torch._scaled_grouped_mm(*ours, offs=offs, out_dtype=torch.bfloat16)
+            assert torch.equal(result.full_tensor(), expected), placed
+        if len(mesh) > 1:
+            return
+        ours = [distribute_tensor(t, ranks, rows) for t in operands]
+        with patch.object(products, "_GROUP_US", 0.0):
+
+            def call() -> torch.Tensor:
+                return torch._scaled_grouped_mm(*ours, offs=offs, out_dtype=torch.bfloat16)
+
+            told = str(weft.explain(call))
+        assert "dispatch, combine is the cheapest" in told, told
+        result = call()
+        assert result.placements == (Shard(0),) and torch.equal(result.full_tensor(), expected)
 
 
 def fp8(*shape: int) -> torch.Tensor:

@@ -76,7 +76,13 @@ def over_hosts_body(sizes: tuple[int, ...], layout: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "layout"), [((4,), "ABAA"), ((2, 2), "AABB"), ((2, 2), "ABAB")], ids=str
+    ("mesh", "layout"),
+    [
+        ((4,), "ABAA"),
+        ((2, 2), "ABAB"),
+        pytest.param((2, 2), "AABB", marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_all_pairs_over_hosts(ranks: Any, mesh: tuple[int, ...], layout: str) -> None:
     ranks(4, over_hosts_body, mesh, layout)

@@ -15,6 +15,7 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.distributed._functional_collectives import (
     all_gather_tensor,
     all_reduce,
+    all_to_all_single,
     reduce_scatter_tensor,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -75,8 +76,7 @@ def held(model: nn.Module, x: torch.Tensor, backend: Any) -> None:
 class MLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up = nn.LayerNorm(H), nn.Linear(H, F)
-        self.down = nn.Linear(F, H, bias=False)
+        self.norm, self.up, self.down = nn.LayerNorm(H), nn.Linear(H, F), nn.Linear(F, H)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.down(torch.relu(self.up(self.norm(x))))
@@ -89,7 +89,7 @@ class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.q, self.k, self.v = (nn.Linear(H, H, bias=i == 0) for i in range(3))
-        self.o = nn.Linear(H, H, bias=False)
+        self.o = nn.Linear(H, H)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (m(x).unflatten(-1, (-1, 4)).transpose(1, 2) for m in (self.q, self.k, self.v))
@@ -157,6 +157,12 @@ def torch_styles(kind: str) -> list[list[tuple[str, str, str]]]:
 GATHER = ("all_gather", "all_gather_matmul")
 SCATTER = ("reduce_scatter", "matmul_reduce_scatter", "a matmul")
 REDUCE = ("all_reduce", "matmul_all_reduce", "a matmul")
+SUM = "all_gather_matmul_backward, all_gather"
+
+
+def added_up(*kind: str) -> list[tuple[str, ...]]:
+    """Q's, K's and V's gradients of what they share."""
+    return [(*kind, "3 matmuls"), *[(*kind, "added up before, and moved once")] * 2]
 
 
 def test_styles_of_torch_are_fused_forward_and_backward(ranks: Any) -> None:
@@ -166,7 +172,8 @@ def test_styles_of_torch_are_fused_forward_and_backward(ranks: Any) -> None:
         one = (*GATHER, "1 matmul")
         assert found == [[one, SCATTER], [one, SCATTER]]
     for found in ranks(2, torch_styles, "attention whole"):
-        assert found == [[REDUCE], [REDUCE] * 3]
+        once = added_up("all_reduce", SUM)
+        assert found == [[REDUCE], once]
 
 
 def shared_gather() -> list[list[tuple[str, str, str]]]:
@@ -177,9 +184,10 @@ def shared_gather() -> list[list[tuple[str, str, str]]]:
 
 
 def test_matmuls_that_share_a_gather_are_one_op(ranks: Any) -> None:
-    for forward, _ in ranks(2, shared_gather):
+    for forward, backward in ranks(2, shared_gather):
         same = (*GATHER, "the same is gathered once")
         assert forward == [(*GATHER, "3 matmuls"), same, same, SCATTER]
+        assert backward[-3:] == added_up("reduce_scatter", "all_gather_matmul_backward")
 
 
 class Megatron(nn.Module):
@@ -230,20 +238,22 @@ def batches() -> list[Any]:
     torch.manual_seed(0)
     up, down = torch.randn(H, F), torch.randn(F, H)
 
-    def call(x: torch.Tensor) -> torch.Tensor:
-        gathered = all_gather_tensor(x, 1, world())
+    def call(x: torch.Tensor, dim: int) -> torch.Tensor:
+        gathered = all_gather_tensor(x, dim, world())
         y = torch.relu(gathered @ up) @ down
-        result: torch.Tensor = reduce_scatter_tensor(y, "sum", 1, world())
+        result: torch.Tensor = reduce_scatter_tensor(y, "sum", dim, world())
         return result
 
     fused = []
     for dynamic in (True, False):
+        # torch 2.11 traces no gathers of symbols along another dim than the first.
+        dim = 0 if dynamic and torch.__version__ < "2.13" else 1
         graphs: list[Receipts] = []
         torch._dynamo.reset()
         compiled = torch.compile(call, backend=by_pass(True, graphs), dynamic=dynamic)
         for shape in (2, 3, H), (3, 5, H), (1, 4, H):
             x = torch.randn(shape)
-            torch.testing.assert_close(compiled(x), call(x), rtol=2e-5, atol=2e-5)
+            torch.testing.assert_close(compiled(x, dim), call(x, dim), rtol=2e-5, atol=2e-5)
         fused.append([(receipts.fused, len(receipts)) for receipts in graphs])
     return fused
 
@@ -286,15 +296,24 @@ def chains() -> list[Any]:
 
     def mean_of_sums(x: torch.Tensor) -> torch.Tensor:
         y = (x @ up).relu() @ down + x @ up @ down
-        result: torch.Tensor = reduce_scatter_tensor(y, "avg", 1, world())
+        result: torch.Tensor = reduce_scatter_tensor(y / 3 * 2, "avg", 1, world())
         return result
 
+    def sums(x: torch.Tensor) -> torch.Tensor:
+        y = all_reduce(x @ up, "sum", world()) + x @ up
+        return y + all_reduce(x.relu() @ up, "sum", world())
+
+    def uneven_sums(x: torch.Tensor) -> torch.Tensor:
+        return sums(x[0, :3])
+
     def something_else(x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = reduce_scatter_tensor(x @ up @ down + x, "sum", 1, world())
+        y = all_to_all_single(x[0] @ up @ down, None, None, world()) + x
+        result: torch.Tensor = reduce_scatter_tensor(y, "sum", 1, world())
         return result
 
     found = [rewritten(einsum, x), rewritten(cast_up, x, atol=0.5), rewritten(cast_down, x)]
-    return [*found, rewritten(mean_of_sums, x), rewritten(something_else, x)]
+    more = mean_of_sums, sums, uneven_sums, something_else
+    return [*found, *(rewritten(call, x) for call in more)]
 
 
 def test_casts_batches_of_one_and_sums_of_matmuls(ranks: Any) -> None:
@@ -305,7 +324,44 @@ def test_casts_batches_of_one_and_sums_of_matmuls(ranks: Any) -> None:
             both,
             [("matmul_all_reduce", "a matmul")],
             [("all_gather_matmul_backward", "2 matmuls")],
-            [("", "each rank adds what no matmul makes")],
+            [(SUM, "2 matmuls"), (SUM, "added up before, and moved once")],
+            [REDUCE[1:]] * 2,
+            [("", "no op takes it"), ("", "no matmul makes what it adds up")],
+        ]
+
+
+def contractions() -> list[Any]:
+    x, dy = own_part(1), torch.randn(B, 2 * S, F, generator=torch.Generator().manual_seed(2))
+
+    def gathered(dim: int, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = all_gather_tensor(x, dim, world()).flatten(0, -2)
+        return result
+
+    def of_linear(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+        return dy.flatten(0, 1).t() @ gathered(1, x)
+
+    def of_product(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+        return gathered(0, x[0]).t() @ dy[0]
+
+    def of_both(x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows = gathered(1, x)
+        return dy.flatten(0, 1).t() @ rows, rows.t() @ (dy * 2).flatten(0, 1)
+
+    def with_others(x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows = gathered(1, x)
+        return dy.flatten(0, 1).t() @ rows, rows.abs()
+
+    return [rewritten(call, x, dy) for call in (of_linear, of_product, of_both, with_others)]
+
+
+def test_gradients_of_weights_whose_rows_are_gathered(ranks: Any) -> None:
+    name = "all_gather_matmul_backward"
+    for found in ranks(2, contractions):
+        assert found == [
+            [(name, "1 contraction")],
+            [(name, "1 contraction")],
+            [(name, "2 contractions")],
+            [("", "no matmul takes it as its rows")],
         ]
 
 

@@ -88,7 +88,8 @@ LEVELS = {
 }
 SIM_FROM_BENCH = {
     "blocks/virtual",
-    *(f"published/{name}" for name in ("attention", "matmuls", "predict", "rows", "sums", "times")),
+    *(f"published/{name}" for name in ("attention", "experts", "matmuls", "predict", "rows")),
+    "published/sums", "published/times",
     "host/command", "host/measure", "solo/cases", "solo/compiling", "solo/measure", "solo/sweep",
 }  # fmt: skip
 
