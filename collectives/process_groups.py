@@ -94,7 +94,7 @@ def exchange_begun(
 
 def wait(work: Any, group: Group, out: torch.Tensor, op: str) -> None:
     """Until `out` is there: on a GPU its stream waits, else the host does, within our bound."""
-    if out.is_cuda:
+    if out.is_cuda or group.virtual:
         work.wait()
     else:
         finish(group, op, work)

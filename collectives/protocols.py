@@ -85,6 +85,7 @@ KERNEL_US = 7.2
 # What a host adds to a kernel that it enqueues alone, outside a CUDA graph. [fit]
 HOST_US = 6.2
 KERNEL_SHARE = 0.56  # of a port, of loads and stores by all SMs. [fit]
+SECOND_SHOT_US = 1.5  # signals cross the links once more, of two shots. [fit]
 # Of multimem instructions. A rank's port carries the array once in a reduce-scatter or an
 # all-gather, and in an all-reduce once each way, in turn for each element. [fit]
 SWITCH_SHARE = {"all_gather": 0.81, "reduce_scatter": 0.81, "all_reduce": 0.6}
@@ -139,7 +140,8 @@ def one_shot_us(nbytes: float, fabric: Fabric, *, in_graph: bool) -> float:
 def two_shot_us(nbytes: float, fabric: Fabric, *, in_graph: bool) -> float:
     """An all-reduce in which every rank adds up its part, and sends it to every other."""
     rate = KERNEL_SHARE * min(fabric.port, fabric.direct * (fabric.ranks - 1))
-    return _kernel_us(in_graph) + wire_bytes("all_reduce", nbytes, fabric.ranks) / rate
+    wire = wire_bytes("all_reduce", nbytes, fabric.ranks)
+    return _kernel_us(in_graph) + SECOND_SHOT_US + wire / rate
 
 
 def kernel_us(op: Collective, nbytes: float, fabric: Fabric, *, two_shot: bool = False) -> float:

@@ -30,6 +30,7 @@ examples:
   weft sim mine.py:fn --ranks 8 --schedules 5000 --replay
   weft sim train.py --ranks 4 -- --steps 2                a script for torchrun
   weft sim mine.py:fn --ranks 8 --hardware h100 --no-numerics --compile --plot out.png
+  weft sim mine.py:fn --hosts 2x2 --schedules 20          calls in two levels
   weft sim mine.py:fn --ranks 4 --gpu                     the compiled kernels, on one GPU
 docs/sim.md teaches it by one bug, from start to end.
 """
@@ -69,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             hardware=args.hardware,
             numerics=not args.no_numerics,
             symmetric=args.symmetric,
+            hosts=args.hosts,
         )
     except SimError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -93,10 +95,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _hosts(text: str) -> list[int]:
+    """How many ranks each host has."""
+    hosts, _, ranks = text.partition("x")
+    if not (hosts.isdecimal() and ranks.isdecimal() and int(hosts) and int(ranks)):
+        raise argparse.ArgumentTypeError(f"must be hosts x ranks on each, as 8x8, got {text!r}")
+    return [int(ranks)] * int(hosts)
+
+
 def _checked(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> int | Literal["exhaustive"]:
     """How many schedules to run; exits with an error for options that do not fit together."""
+    if args.hosts:
+        args.ranks = sum(args.hosts)
+        if args.hardware:
+            parser.error("--hosts is for races: --hardware has the links of one domain")
     if args.hardware is None and (args.no_numerics or args.trace or args.plot or args.compile):
         parser.error(
             "--no-numerics, --trace, --plot and --compile are for virtual time: add --hardware"
@@ -172,6 +186,9 @@ def _parser() -> argparse.ArgumentParser:
         help="FUNCTION is called with the rank; without it, every rank runs FILE from its top",
     )
     parser.add_argument("--ranks", metavar="W", type=int, default=4, help="how many (default 4)")
+    parser.add_argument(
+        "--hosts", metavar="HxR", type=_hosts, help="H hosts of R ranks each, as 8x8, in two levels"
+    )
     parser.add_argument(
         "--schedules",
         metavar="N",

@@ -2,6 +2,8 @@
 
 layer    a training step of two fused matmuls, beside the flat process group's
 bytes    what the collectives send between hosts, against the least that they could
+train    FOLDER: a model by TP inside x FSDP2 across, and by TP over all, as in one process; saved
+         there and loaded
 lost     all ranks of the last host are killed: the others must say so within the bound
 mlp      TOKENS HIDDEN FFN RUNS: times of two levels and of the flat process group, in turn, forward
          and backward of a ReLU MLP in fp32, and what a host sends in each
@@ -31,6 +33,7 @@ from weft.dtensor import (
     Partial,
     Replicate,
     Shard,
+    checkpoint,
     distribute_tensor,
     init_device_mesh,
 )
@@ -54,6 +57,23 @@ def layer() -> None:
         torch.testing.assert_close(ours, flat, rtol=0, atol=2e-6 * float(flat.abs().max()))
     for once, again in zip(step("auto"), step("auto"), strict=True):
         assert torch.equal(once, again)
+
+
+def train() -> None:
+    sys.path.append(str(Path(__file__).parent / "dtensor"))
+    from test_fully_shard import trained, whole
+
+    for shape in (2, 2), (1, 4):
+        found = trained(shape)
+        found.steps(2)
+        found.check()
+        state = {name: each.detach() for name, each in found.model.named_parameters()}
+        before = {name: whole(each).clone() for name, each in state.items()}
+        checkpoint.save(state, Path(sys.argv[2]))
+        for each in state.values():
+            each.zero_()
+        checkpoint.load(state, Path(sys.argv[2]))
+        assert all(torch.equal(whole(each), before[name]) for name, each in state.items())
 
 
 def lost() -> None:
@@ -145,7 +165,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     print(f"hosts: {resolve(None).hosts}", flush=True)
-    parts = {"layer": layer, "lost": lost, "mlp": mlp, "bytes": bytes_sent}
+    parts = {"layer": layer, "train": train, "lost": lost, "mlp": mlp, "bytes": bytes_sent}
     always = patch.object(between_hosts, "_flat", lambda *_: between_hosts.Line(math.inf, 0.0))
     with nullcontext() if sys.argv[1] == "mlp" else always:
         parts[sys.argv[1]]()

@@ -36,6 +36,7 @@ def constants() -> Iterator[FittedConstant]:
         (protocols, "KERNEL_US"),
         (protocols, "HOST_US"),
         (protocols, "KERNEL_SHARE"),
+        (protocols, "SECOND_SHOT_US"),
         (library, "UNDER_POWER"),
         (library, "_POWER_EXPONENT"),
         (library, "_WAVES_SAVED"),

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tools import scaling_tables
+from tools import scaling_plot, scaling_tables
 from weft import settings, sim
 from weft.bench import shapes
 from weft.bench.blocks.virtual import call, share_of, timeline_of
@@ -23,7 +23,7 @@ from weft.bench.published.predict import predict
 from weft.bench.published.rows import SHIPPED, op_words, read
 from weft.bench.rows import Result
 from weft.collectives.prices.hardware import PRESETS, named
-from weft.sim import H100, Hardware
+from weft.sim import H100, Hardware, Timeline
 
 # By the names that the page has for them.
 MODELS = {
@@ -50,6 +50,7 @@ class EngineTimes:
     Attributes:
         fused: the figures of the fused kernel's timeline, as `Timeline.summary` names them.
         engines: makespan of each engine.
+        slower_stores: the fused kernel where a core stores at `SLOW_GBS` over links.
         auto: what the cost model takes.
     """
 
@@ -62,6 +63,7 @@ class EngineTimes:
     K: int
     fused: dict[str, float] = field(default_factory=dict)
     engines: dict[str, float] = field(default_factory=dict)
+    slower_stores: float = 0.0
     auto: str = ""
 
     @property
@@ -130,6 +132,7 @@ def measure(
                 K,
                 fused=played["triton"].summary(),
                 engines={engine: timeline.makespan_us for engine, timeline in played.items()},
+                slower_stores=_with_stores(timelines["triton"], hardware, SLOW_GBS),
                 auto=chosen(op, M, N, K, ranks, hardware),
             )
         )
@@ -164,6 +167,7 @@ def others_measured(rows: Sequence[EngineTimes]) -> list[scaling_tables.Measured
 # What a core stores over a link, in GB/s: what the model assumes, and less. 12 were measured of one
 # block of 128 threads (https://github.com/tile-ai/tilescale), of many at once nothing is known.
 CORE_LINK_GBS = (112, 50, 25, 12)
+SLOW_GBS = 25  # of the tables' column
 _STORES = (
     ("all_gather_matmul", "Llama-3 8B", 2048),
     ("matmul_reduce_scatter", "Llama-3 8B", 2048),
@@ -178,12 +182,14 @@ def by_stores() -> list[dict[str, Any]]:
     for op, model, M in _STORES:
         _say(f"{op} {model} M={M}, cores that store more slowly")
         timeline = timeline_of(op, *problem(op, model, M, 8), 8, H100, "triton")
-        us = {
-            str(rate): timeline.on(replace(H100, core_link_bandwidth=rate * 1e9)).makespan_us
-            for rate in CORE_LINK_GBS
-        }
+        us = {str(rate): _with_stores(timeline, H100, rate) for rate in CORE_LINK_GBS}
         rows.append({"op": op, "model": model, "M": M, "us": us})
     return rows
+
+
+def _with_stores(timeline: Timeline, hardware: Hardware, rate: float) -> float:
+    """Its makespan where a core stores at `rate` GB/s over links."""
+    return timeline.on(replace(hardware, core_link_bandwidth=rate * 1e9)).makespan_us
 
 
 def own_measurements(results: Path) -> list[tuple[str, float, float]]:
@@ -245,7 +251,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--keep", type=Path, default=Path("bench/results/scaling_page.json"), metavar="FILE",
         help="where rows are kept (default bench/results/scaling_page.json)",
     )  # fmt: skip
-    parser.add_argument("--page", type=Path, help="write the tables into this Markdown file")
+    parser.add_argument(
+        "--page", type=Path, help="write the tables into this Markdown file, the picture beside it"
+    )
     parser.add_argument(
         "--stores", action="store_true", help="try slower stores to peers, and keep that as well"
     )
@@ -271,6 +279,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         others, own = others_measured(rows), own_measurements(args.keep.parent)
         slower = json.loads(stores.read_text()) if stores.exists() else []
         scaling_tables.write(args.page, rows, slower, others, own)
+        pictured = [row for row in rows if row.hardware == machines[0].name]
+        scaling_plot.draw(pictured, args.page.with_suffix(".svg"))
     else:
         print(scaling_tables.tables(rows))
     return 0

@@ -36,8 +36,9 @@ def tables(rows: Sequence[EngineTimes]) -> str:
 
 def _table(rows: Sequence[EngineTimes]) -> list[str]:
     names = (
-        *("model", "M", "N", "K", "fused us", "arithmetic", "link", "exposed", "efficiency"),
-        *("of longer", "library us", "by", "speed-up", "host us", "generic us", "auto", "regret"),
+        *("model", "M", "N", "K", "fused us", "slower stores", "arithmetic", "link", "exposed"),
+        *("efficiency", "of longer", "library us", "by", "speed-up", "host us", "generic us"),
+        *("auto", "regret"),
     )
     lines = []
     for row in rows:
@@ -49,6 +50,7 @@ def _table(rows: Sequence[EngineTimes]) -> list[str]:
             row.model,
             *map(str, (row.M, row.N, row.K)),
             _us(fused["makespan_us"]),
+            _us(row.slower_stores) if row.slower_stores else "",
             _us(fused["arithmetic_us"]),
             _us(link_us),
             _us(fused["exposed_us"]),

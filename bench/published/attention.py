@@ -87,10 +87,6 @@ def _attention_us(
     )  # fmt: skip
 
 
-# Passes over the fp32 output of a step that torch's pointwise ops take to merge it.
-_MERGE_PASSES = 6
-
-
 def ring(row: Row, hardware: Hardware) -> Time:
     """Attention over a sharded sequence, composed of a library's kernels and sends."""
     shape, W = _shape(row), row.ranks
@@ -102,7 +98,7 @@ def ring(row: Row, hardware: Hardware) -> Time:
     )
     merge = library.moved_us(
         hardware,
-        4.0 * _MERGE_PASSES * shape.batch * shape.tokens // W * shape.heads * shape.head_dim,
+        4.0 * library.MERGE_PASSES * shape.batch * shape.tokens // W * shape.heads * shape.head_dim,
     )
     merges = merge * W * len(_passes(row))
     part = shape.tokens // W

@@ -1,10 +1,11 @@
 """`weft bench never-slower`: what `auto` takes, beside the best that the model knows of.
 
-For every fused matmul and collective, M = 1 ... 16384, four models, 2, 4 and 8 ranks and four
-chips: the time of what `auto` runs over that of the best of weft's engines and launches, and of a
-library's matmul and collective (NCCL, NVLS, torch's one and two shots, async-TP), all by the closed
+For every fused matmul, collective and ring attention, M = 1 ... 16384, four models, 2, 4 and 8
+ranks and four chips: the time of what `auto` runs over that of the best of weft's engines and
+launches, and of a library's matmul and collective (NCCL, NVLS, torch's one and two shots, async-TP)
+or attention in zigzag order (behind a ring's sends, or after an all-gather), all by the closed
 forms of `weft.kernels.engine.fused_times` and `weft.collectives`. Nothing runs; half precision,
-each rank its share of a feed-forward layer.
+each rank its share of a feed-forward layer, or of one causal sequence.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ MODELS = ("llama-3-8b", "llama-3-70b", "llama-3-405b", "qwen2-72b")
 RANKS = (2, 4, 8)
 ROWS = tuple(1 << i for i in range(15))
 COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-OPS = (*tuning.OPS, *COLLECTIVES)
+ATTENTION = "ring_attention"
+OPS = (*tuning.OPS, *COLLECTIVES, ATTENTION)
 _DTYPE = torch.bfloat16
 
 
@@ -43,8 +45,9 @@ class AutoChoice:
     """One problem: what `auto` runs, and the best of all candidates. Times in us.
 
     Attributes:
-        M, N, K: one rank's product; of a collective its whole array (M, N), and K = 0.
-        best: "triton" or "generic", which `auto` chooses between; "library, NVLS" and the like, in
+        M, N, K: one rank's product; of a collective its whole array (M, N), and K = 0; of attention
+            all tokens, and the features of an output and of a key.
+        best: an engine, of which `auto` chooses one; "library, NVLS" and the like, in
             half precision; or a launch that the kernel does not take: a way to move data, or tiles.
         narrow_us: what `auto` takes where partial sums travel as in the library, in half precision:
             `wire_dtype`.
@@ -82,7 +85,8 @@ def compared(
             for W in ranks:
                 for model in models:
                     for M in rows:
-                        yield _compared(op, chip, W, model, M)
+                        if op != ATTENTION or M >= 2 * W:  # a rank has two chunks
+                            yield _compared(op, chip, W, model, M)
 
 
 def _compared(op: str, chip: str, W: int, model: str, M: int) -> AutoChoice:
@@ -90,6 +94,10 @@ def _compared(op: str, chip: str, W: int, model: str, M: int) -> AutoChoice:
     if op in COLLECTIVES:
         N, K = layer.hidden, 0
         auto, us = collective(op, M * N * 2, hardware, W)
+        narrow = us[auto]
+    elif op == ATTENTION:
+        N, K = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
+        auto, us = attention(layer, M, hardware, W)
         narrow = us[auto]
     else:
         share = -(-layer.ffn // W)
@@ -130,6 +138,27 @@ def fused(
             made = fused_times.fused_time(op, M, N, K, "bfloat16", hardware, W, way, tiling)
             us[name] = made.us
     return min(regrets, key=lambda engine: regrets[engine]), us
+
+
+def attention(
+    layer: shapes.Model, tokens: int, hardware: Hardware, W: int
+) -> tuple[str, dict[str, float]]:
+    """What `auto` takes for a causal sequence in zigzag order, and all candidates."""
+    mine, D = -(-tokens // W), layer.head_dim
+    work = fused_times.AttentionWork(
+        1, layer.heads, D, mine, tokens, seen=tokens, parts=W, documents=1, causal=True
+    )
+    moved = 4 * layer.kv_heads * D * (tokens - tokens // W)
+    M, N = layer.heads * mine, max(1, tokens // 2)
+    problem = engines.Problem(ATTENTION, M, N, 2 * D, _DTYPE, moved, attention=work)
+    prices = engines.attention_prices(problem, work, hardware, hardware.rates(), W)
+    us = {engine: price.us for engine, price in prices.items()}
+    auto = min(prices, key=lambda engine: prices[engine].score)
+    unfused = library.zigzag_attention_us(
+        hardware, fused_times.library_attention(hardware), hardware.fabric(W), batch=1,
+        tokens=tokens, heads=layer.heads, kv_heads=layer.kv_heads, head_dim=D,
+    )  # fmt: skip
+    return auto, us | {f"library, {way}": each for way, each in unfused.items()}
 
 
 @lru_cache(maxsize=8)
@@ -210,7 +239,7 @@ def summary(found: Sequence[AutoChoice], limit: float = 1.05) -> list[str]:
 
 
 def _kind(each: AutoChoice) -> str:
-    if each.best in ("generic", "triton"):
+    if each.best in ("generic", "triton", "host"):
         return each.best
     library, _, name = each.best.partition(", ")
     return name if library == "library" else "tiles" if name else "launch"

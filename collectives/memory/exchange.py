@@ -20,8 +20,9 @@ import torch
 
 from weft.collectives.memory.workspace import Workspace, workspace
 from weft.collectives.ranks import pad, waits
-from weft.collectives.ranks.flight import HOST, Call, call_of
-from weft.collectives.ranks.group import Group, GroupLike, resolve
+from weft.collectives.ranks.flight import GENERIC, HOST, Call, call_of
+from weft.collectives.ranks.group import Group, GroupLike, resolve, unwatched
+from weft.collectives.ranks.set_up import gather_words
 from weft.errors import MismatchError, PeerTimeout, WeftError
 
 _CPU = torch.device("cpu")
@@ -370,6 +371,7 @@ def agree(
     """Every rank's `value`, in rank order, after checking that all make the same call `op`.
 
     Uses host memory only, whatever the tensors' device: 3 us on top of waiting for the last rank.
+    Ranks that share none, as on several hosts, make a small collective of their process group.
 
     Args:
         told: what must be the same on every rank beside `op`: dtypes, fixed sizes.
@@ -395,6 +397,13 @@ def agree(
 
 
 def _agreed(group: Group, op: str, value: int, call: Call) -> list[int]:
+    if group.why:
+        group.calls.runs(GENERIC)
+        with unwatched(group):
+            values, hashes = zip(*gather_words(group, op, [value, call.hash]), strict=True)
+        if len(set(hashes)) > 1:
+            group.gather_objects(None, call.text.decode())  # which finds out who differs
+        return [*values]
     ws = workspace(group, channel="agree", device=_CPU)
     ws.check(op)
     # A pared-down `Exchange`: two words of the cache line that holds the signal, so that there is

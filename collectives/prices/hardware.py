@@ -62,6 +62,9 @@ class Hardware:
         rail_bandwidth: bytes a second of a chip's own network card, to other domains.
         l2_latency_us, hbm_latency_us: of a load.
         link_latency_us: one way to a peer; a remote load takes two and a local one.
+        ahead_us: in a main loop, from where the copy of a step's operands is issued until they can
+            be multiplied, while all cores load: measured on an H200 (docs/virtual_time.md), assumed
+            of NVIDIA's others, left out of AMD's.
         launch_us: from the end of a kernel to the start of the next one on its stream.
         collective_us: of a process group's collective (NCCL) that moves nothing: an estimate.
         collective_sustained: share of `link_bandwidth` that such a collective reaches in a
@@ -92,6 +95,7 @@ class Hardware:
     link_reached: float = 1.0
     rail_bandwidth: float = 50e9
     core_link_bandwidth: float = math.inf
+    ahead_us: float = 1.2
 
     def core_flops_per_us(self, dtype: str) -> float:
         """Rate of one core on operands of `dtype` ("bfloat16"), sustained.
@@ -256,6 +260,7 @@ MI300X = Hardware(
     launch_us=4.0,
     multicast=False,
     link_reached=0.83,
+    ahead_us=0.0,
 )
 
 # [A100] of 80 GB, SXM; [MAMF] 267 of 312 TFLOP/s; NVLink 3 with 300 GB/s each way.

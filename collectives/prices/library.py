@@ -126,6 +126,35 @@ def attention_us(
     return _FILL_US + flops / (hardware.flops["bfloat16"] / 1e6 * share)
 
 
+# Passes over the fp32 output of a step that torch's pointwise ops take to merge it.
+MERGE_PASSES = 6
+
+
+def zigzag_attention_us(
+    hardware: Hardware,
+    kind: Attention,
+    fabric: protocols.Fabric,
+    *,
+    batch: int,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    backward: bool = False,
+) -> dict[str, float]:
+    """Causal attention over a sequence whose ranks have equal work (zigzag order), one pass of a
+    library's kernels: in a ring behind its sends ("ring"), or after an all-gather of the keys.
+    """
+    W = fabric.ranks
+    whole = attention_us(
+        hardware, kind, batch=batch, queries=tokens, keys=tokens, heads=heads, head_dim=head_dim,
+        causal=True, backward=backward,
+    )  # fmt: skip
+    merge = moved_us(hardware, 4.0 * MERGE_PASSES * batch * tokens // W * heads * head_dim)
+    sent = protocols.nccl_us("all_gather", 4 * batch * tokens * kv_heads * head_dim, fabric)
+    return {"ring": max(whole / W + W * merge, sent), "all-gather": whole / W + sent}
+
+
 def attention_flops(
     batch: int, queries: int, keys: int, heads: int, head_dim: int, causal: bool, backward: bool
 ) -> float:

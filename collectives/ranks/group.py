@@ -490,6 +490,8 @@ forget_meshes.append(_ranks_of.cache_clear)
 
 def ranks_group(ranks: tuple[int, ...]) -> Group:
     """The group of these global ranks, in ascending order. Collective over them the first time."""
+    if here.world is not None and not dist.is_initialized():
+        dist.init_process_group()  # of virtual ranks, who need none for calls of the whole world
     if ranks == tuple(range(dist.get_world_size())):
         return resolve(None)
     key = here.world, ranks

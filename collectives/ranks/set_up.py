@@ -59,15 +59,34 @@ def gather_by_store(group: Group, store: Any, value: Any) -> list[bytes]:
 
 def gather_by_group(group: Group, what: str, value: Any) -> list[bytes]:
     """What every rank gives, pickled, by two collectives of its process group on the CPU."""
-    W, data = group.world_size, torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(W)]
-    size = torch.tensor([len(data)], device="cpu")
-    finish(group, what, dist.all_gather(sizes, size, group=group.pg, async_op=True))
-    longest = max(map(int, sizes))
-    padded = torch.nn.functional.pad(data, (0, longest - len(data)))
-    parts = [torch.empty_like(padded) for _ in range(W)]
-    finish(group, what, dist.all_gather(parts, padded, group=group.pg, async_op=True))
-    return [bytes(part[: int(n)].numpy()) for part, n in zip(parts, sizes, strict=True)]
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    sizes = [size for (size,) in gather_words(group, what, [len(data)])]
+    padded = torch.nn.functional.pad(data, (0, max(sizes) - len(data)))
+    parts = _gathered(group, what, padded)
+    return [bytes(part[:n].numpy()) for part, n in zip(parts, sizes, strict=True)]
+
+
+def gather_words(group: Group, what: str, words: Sequence[int]) -> list[list[int]]:
+    """Every rank's integers of 64 bits, as many on each, by one collective of its process group."""
+    if group.virtual is not None:
+        return group.virtual.gather(group.rank, list(words))
+    device = "cpu" if _on_cpu(group) else torch.device("cuda", torch.cuda.current_device())
+    mine = torch.tensor(words, dtype=torch.int64, device=device)
+    return [part.tolist() for part in _gathered(group, what, mine)]
+
+
+def _on_cpu(group: Group) -> bool:
+    return torch.device("cpu") in group.pg._device_types
+
+
+def _gathered(group: Group, what: str, mine: torch.Tensor) -> list[torch.Tensor]:
+    parts = [torch.empty_like(mine) for _ in range(group.world_size)]
+    work = dist.all_gather(parts, mine, group=group.pg, async_op=True)
+    if _on_cpu(group):
+        finish(group, what, work)
+    else:
+        work.wait()
+    return parts
 
 
 def _until(come: Callable[[], bool], group: Group, absent: Callable[[], int], number: int) -> None:

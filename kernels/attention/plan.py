@@ -261,11 +261,7 @@ def _sizes(
     check_call(group, call)
     mine = (q.shape[2], k.shape[2])
     if sizes is None and key_sizes is None:
-        if group.why:
-            pairs = group.gather_objects(mine, call())
-        else:
-            both = agree(group, op, (mine[0] << 31) + mine[1], told)
-            pairs = [divmod(n, 1 << 31) for n in both]
+        pairs = [divmod(n, 1 << 31) for n in agree(group, op, (mine[0] << 31) + mine[1], told)]
         return tuple(n for n, _ in pairs), tuple(m for _, m in pairs)
     if sizes is None:
         raise ValueError(f"key_sizes needs sizes as well, got {key_sizes=}")

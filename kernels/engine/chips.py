@@ -165,6 +165,8 @@ def gathers_by_copy_engines(M: int, K: int, dtype: torch.dtype, world_size: int)
 ONE_SHOT_BYTES = 128 << 10
 
 
+_MOST_STAGES = 8
+
 # From this many rows on, a chunk has tiles as large as those of a large matmul.
 _WHOLE_ROWS = 128
 
@@ -204,7 +206,7 @@ def tiling_for(chip: Chip, M: int, N: int, dtype: torch.dtype, pieces: int = 1) 
             return Tiling(block_m, 64, 64, num_warps=4, num_stages=2)
         # On an H200 a step takes 1.2 us by the number of steps that are loaded ahead, three of
         # 16 x 64 or 64 x 128 and two of 128 x 128 alike: with seven ahead, memory takes longer.
-        stages = 8 if chip.shared_bytes >= 200 << 10 else 4
+        stages = _MOST_STAGES if chip.shared_bytes >= 200 << 10 else 4
         return Tiling(block_m, 64, 64, num_warps=4, num_stages=stages, all_registers=True)
     if chip.is_amd:
         return Tiling(128, 128, 64, num_warps=8, num_stages=2)
@@ -213,21 +215,34 @@ def tiling_for(chip: Chip, M: int, N: int, dtype: torch.dtype, pieces: int = 1) 
     wide = Tiling(128, 256, 64, num_warps=8, num_stages=4)
     stage_bytes = (wide.block_m + wide.block_n) * wide.block_k * dtype.itemsize
     if chip.shared_bytes >= wide.num_stages * stage_bytes + (8 << 10):
-        # Half as wide if there would be fewer tiles than cores. With one more stage these spill 8
-        # bytes on sm_100; for more stages see above.
+        # Half as wide if there would be fewer tiles than cores; for more stages see above.
         if pieces * -(-M // wide.block_m) * -(-N // wide.block_n) < chip.cores:
-            return replace(wide, block_n=128, num_stages=6 if chip.name == "sm_90" else 3)
+            registers = chip.name == "sm_100"  # else 8 bytes spill there
+            return replace(wide, block_n=128, num_stages=6, all_registers=registers)
         return wide
     return Tiling(128, 128, 32, num_warps=8, num_stages=4)
 
 
-def gather_tiling_for(chip: Chip, M: int, N: int, dtype: torch.dtype) -> Tiling:
+def gather_tiling_for(
+    chip: Chip, M: int, N: int, dtype: torch.dtype, *, pair: bool = False
+) -> Tiling:
     """As `tiling_for`, where a part of the cores fetches shards: small tiles that the rest would
     make in several waves are twice as wide, as a wave takes a tile's loads and not its arithmetic.
+
+    Args:
+        pair: a step loads blocks of two weights.
     """
     tiling = tiling_for(chip, M, N, dtype)
-    if (tiling.block_m, tiling.block_n) != (64, 64) or dtype.itemsize != 2 or chip.is_amd:
+    small = (tiling.block_m, tiling.block_n) == (64, 64) and dtype.itemsize == 2 and not chip.is_amd
+    if small and chip.cores - chip.cores // 8 < -(-M // 64) * -(-N // 64):
+        return replace(tiling, block_n=128)
+    return tiling if pair else in_long_steps(tiling, dtype)
+
+
+def in_long_steps(tiling: Tiling, dtype: torch.dtype) -> Tiling:
+    """Small tiles by steps that load one block of x and one of w, where memory has room: twice as
+    long, as a step waits for as long whatever it loads.
+    """
+    if (tiling.block_n, tiling.num_stages) != (64, _MOST_STAGES) or dtype.itemsize != 2:
         return tiling
-    if chip.cores - chip.cores // 8 >= -(-M // 64) * -(-N // 64):
-        return tiling
-    return replace(tiling, block_n=128)
+    return replace(tiling, block_k=2 * tiling.block_k, num_stages=6)

@@ -270,7 +270,8 @@ def _on_gpus(
     if problem.op in tuning.OPS:
         return _fused_matmul(problem, group, device, rates)
     if problem.attention is not None:
-        return _attention(problem, problem.attention, group, device, rates)
+        chip = hardware_of(group, device)
+        return attention_prices(problem, problem.attention, chip, rates, group.world_size)
     W, matmul, sync = group.world_size, _matmul(problem, rates), rates.sync_us
     moved = _moved(rates, problem.moved_bytes)
     how = f"{matmul.how}, at {kernel_rates.GUESS:.0%} of that (assumed)"
@@ -289,15 +290,15 @@ def _on_gpus(
     return prices
 
 
-def _attention(
+def attention_prices(
     problem: Problem,
     work: fused_times.AttentionWork,
-    group: Group,
-    device: torch.device,
+    chip: Hardware,
     rates: cost.Machine,
+    W: int,
 ) -> dict[RunnableEngine, Price]:
-    """Forward, by the rates of a library's attention."""
-    W, sync, chip = group.world_size, rates.sync_us, hardware_of(group, device)
+    """Forward on W GPUs, by the rates of a library's attention."""
+    sync = rates.sync_us
     times = fused_times.attention_times(work, chip, fused_times.name_of(problem.dtype))
     moved, how = _moved(rates, problem.moved_bytes), f"{work.queries} queries, {work.seen} keys"
     kernel = Part("attention", times.fused, f"{how} at {kernel_rates.ATTENTION:.0%} of a library")

@@ -61,7 +61,7 @@ _WAYS = {
     "copy engines": _Way(0.08, 0.0, 1.0, 5.0),  # the first copies
     "chunks": _Way(0.16, 0.0, 0.9, 8.0),  # a tile of each program, which take turns
     "one shot": _Way(0.56, 0.24, 0.0, 3.2),
-    "two shots": _Way(1.1, 0.0, 0.0, 2.4),
+    "two shots": _Way(1.4, 0.1, 0.0, 4.0),  # all ranks played, 16 to 64 rows
 }
 
 
@@ -127,7 +127,7 @@ def fused_time(
         wave -= wave // 8
     told = "given"
     if rate is None:
-        rate, told = kernel_rates.rate_of(chip, _tile(tiling, of))
+        rate, told = kernel_rates.rate_of(chip, kernel_rates.tile_by(tiling, of))
     count = max(count, 1)
     split = 1
     if way == "one shot":
@@ -135,7 +135,8 @@ def fused_time(
     core = hardware.core_flops_per_us(dtype) * library.UNDER_POWER * rate
     read = (rows + columns) * K * of.itemsize
     dots = 2 * rows * columns * K / core
-    tile = max(dots, read / (hardware.core_bandwidth / 1e6)) / split
+    ahead = K / tiling.block_k * hardware.ahead_us / max(tiling.num_stages - 1, 1)
+    tile = max(dots, read / (hardware.core_bandwidth / 1e6), ahead) / split
     full, partial = divmod(count * split, wave)
     waves: float = full + (partial > 0)
     if way == "copy engines" and columns >= 128 and 0 < 2 * partial <= wave:
@@ -178,11 +179,6 @@ def _chip(hardware: Hardware) -> Chip:
     return replace(known(hardware.chip), cores=hardware.cores)
 
 
-def _tile(tiling: Tiling, dtype: torch.dtype) -> kernel_rates.Tile:
-    name = str(dtype).removeprefix("torch.")
-    return kernel_rates.Tile(name, tiling.block_m, tiling.block_n, tiling.block_k)
-
-
 def ways(op: str, ranks: int) -> tuple[str, ...]:
     """In which the kernels of an op can move data.
 
@@ -212,8 +208,7 @@ def _tiling_of(
     op: str, way: str, chip: Chip, M: int, N: int, K: int, dtype: torch.dtype, ranks: int
 ) -> Tiling:
     if way == _way_of(op, chip, M, N, K, dtype, ranks):
-        tile = kernel_rates.tile_of(op, chip, M, N, K, dtype, ranks)
-        return Tiling(tile.block_m, tile.block_n, tile.block_k)
+        return kernel_rates.tiling_of(op, chip, M, N, K, dtype, ranks)
     if way == "chunks":
         return tiling_for(chip, -(-M // ranks), N, dtype, ranks)
     return tiling_for(chip, M, N, dtype)
@@ -281,9 +276,14 @@ class AttentionTimes(NamedTuple):
 _MERGE_BYTES, _CALL_HOST_US = 10, 40.0
 
 
+def library_attention(chip: Hardware) -> library.Attention:
+    """Whose kernels torch's attention runs on such a chip."""
+    return "cuDNN" if chip.chip in ("sm_90", "sm_100") else "FA2"
+
+
 def attention_times(work: AttentionWork, chip: Hardware, dtype: str) -> AttentionTimes:
     """By the rates of FlashAttention-2, or where torch has cuDNN in its place, of that."""
-    own: library.Attention = "cuDNN" if chip.chip in ("sm_90", "sm_100") else "FA2"
+    own = library_attention(chip)
     half = chip.flops["bfloat16"]  # that the library's rates are of
     slower = half / chip.flops.get(dtype, half)
 

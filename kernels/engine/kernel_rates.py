@@ -22,7 +22,14 @@ import torch
 
 from weft import settings
 from weft.kernels.engine import tuning
-from weft.kernels.engine.chips import Chip, gather_tiling_for, scatters_in_one_shot, tiling_for
+from weft.kernels.engine.chips import (
+    Chip,
+    Tiling,
+    gather_tiling_for,
+    in_long_steps,
+    scatters_in_one_shot,
+    tiling_for,
+)
 
 GUESS = 0.95  # where nothing was measured; of plain matmuls on an H200 0.94 to 0.99 (docs/gpu.md)
 # Of Triton's attention, forward, relative to the library's: on an H200 16,384 causal tokens of 32
@@ -39,21 +46,29 @@ class Tile(NamedTuple):
     block_k: int
 
 
-def tile_of(op: str, chip: Chip, M: int, N: int, K: int, dtype: torch.dtype, W: int) -> Tile:
-    """The tile of a fused matmul of W ranks, each of which makes (M, K) @ (K, N).
+def tiling_of(op: str, chip: Chip, M: int, N: int, K: int, dtype: torch.dtype, W: int) -> Tiling:
+    """The tiles of a fused matmul of W ranks, each of which makes (M, K) @ (K, N).
 
-    It is that of the plain op: some epilogues narrow it.
+    They are those of the plain op: some epilogues narrow them.
     """
     gathers, chunk = op == "all_gather_matmul", -(-M // W)
     if op == "matmul_reduce_scatter":
         M = chunk * W  # what its launch is for
     tuned = tuning.choice_for(op, chip, M, N, K if gathers else 0, dtype, W).tiling
     if op == "matmul_reduce_scatter" and not scatters_in_one_shot(chip, chunk, N, dtype, W, tuned):
-        tiling = tuned or tiling_for(chip, chunk, N, dtype, W)
-    elif gathers:
-        tiling = tuned or gather_tiling_for(chip, M, N, dtype)
-    else:
-        tiling = tuned or tiling_for(chip, M, N, dtype)
+        return tuned or tiling_for(chip, chunk, N, dtype, W)
+    if gathers:
+        return tuned or gather_tiling_for(chip, M, N, dtype)
+    return tuned or in_long_steps(tiling_for(chip, M, N, dtype), dtype)
+
+
+def tile_of(op: str, chip: Chip, M: int, N: int, K: int, dtype: torch.dtype, W: int) -> Tile:
+    """What the rate of such a matmul is kept by."""
+    return tile_by(tiling_of(op, chip, M, N, K, dtype, W), dtype)
+
+
+def tile_by(tiling: Tiling, dtype: torch.dtype) -> Tile:
+    """The key of these tiles."""
     name = str(dtype).removeprefix("torch.")
     return Tile(name, tiling.block_m, tiling.block_n, tiling.block_k)
 

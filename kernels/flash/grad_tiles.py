@@ -8,7 +8,6 @@ With p = exp(scores - lse), the final probabilities:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -89,10 +88,10 @@ def given_to_gradients(
     q, k, v, out, lse, grad_out, grad_lse = saved
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     rows, grad_rows = heads_of(contiguous_rows(q)), heads_of(contiguous_rows(grad_out))
-    numbers = [temporary(torch.empty_like(lse)) for _ in range(2)]
+    scaled_lse, delta = (temporary(torch.empty_like(lse)) for _ in range(2))
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
-    _launch_numbers(numbers, out, lse, grad_lse, grad_rows)
-    return dq, dk, dv, Queries(rows, grad_rows, *numbers, q.shape[1], q.shape[2])
+    _launch_numbers(scaled_lse, delta, out, lse, grad_lse, grad_rows)
+    return dq, dk, dv, Queries(rows, grad_rows, scaled_lse, delta, q.shape[1], q.shape[2])
 
 
 @triton.jit
@@ -129,7 +128,8 @@ def _numbers_kernel(
 
 
 def _launch_numbers(
-    numbers: Sequence[torch.Tensor],
+    scaled_lse: torch.Tensor,
+    delta: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
     grad_lse: torch.Tensor | None,
@@ -142,9 +142,8 @@ def _launch_numbers(
     block_d = max(16, triton.next_power_of_2(D))
     block = max(16, _DELTA_TILE // block_d)
     programs = min(chip_of(out.device).programs, B * H * triton.cdiv(n, block))
-    launching(_numbers_kernel, programs)(
-        *numbers, out, lse, grad_lse, dout, B, H, n, D=D, BLOCK=block, BLOCK_D=block_d, num_warps=8
-    )
+    given = scaled_lse, delta, out, lse, grad_lse, dout, B, H, n
+    launching(_numbers_kernel, programs)(*given, D=D, BLOCK=block, BLOCK_D=block_d, num_warps=8)
 
 
 @triton.jit

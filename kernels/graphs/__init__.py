@@ -1,7 +1,7 @@
 """A pass over torch's graphs: collectives beside matmuls become weft's fused ops.
 
 May import `kernels.custom_ops` and what is below. Read `receipts` (what became of each collective),
-`chains` (what stands between a collective and its matmul), `building` (of nodes), `sums` (matmuls
-before a collective), `rewriting` (the pass; matmuls behind one), `backend` (torch.compile's way to
-it).
+`chains` (what stands between a collective and its matmul), `building` (of nodes), `gathers` (and
+the matmuls behind them), `sums` (and the matmuls before them), `norms` (behind an all_reduce),
+`merging` (sums that are added up), `rewriting` (the pass), `backend` (torch.compile's way to it).
 """

@@ -103,11 +103,15 @@ def compile_backend(
 
 
 def _code_being_compiled() -> CodeType | None:
-    """Of the function whose frame torch compiles."""
+    """Of the function whose frame torch compiles, or goes on with behind a graph break."""
+    from torch._dynamo.resume_execution import ContinueExecutionCache
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
         code: CodeType = InstructionTranslator.current_tx().f_code
     except (AttributeError, LookupError):
         return None
+    rests = ContinueExecutionCache.generated_code_metadata
+    while code in rests and rests[code].code is not None:
+        code = rests[code].code
     return code

@@ -44,6 +44,14 @@ class Builder:
         """Of all dims."""
         return [self.size(node, dim) for dim in range(len(shape(node)))]
 
+    def like(self, of: Node, sizes: list[Any]) -> Node:
+        """A tensor of one element that stands for one of these sizes, with the dtype of `of`."""
+        value = of.meta["val"]
+        empty = self.call(
+            aten.empty.memory_format, [1] * len(sizes), dtype=value.dtype, device=value.device
+        )
+        return self.call(aten.expand.default, empty, sizes)
+
     def matrix(self, node: Any) -> Node:
         """(M, K), of what may be a batch of one matrix."""
         assert isinstance(node, Node)

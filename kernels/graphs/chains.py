@@ -54,6 +54,12 @@ def is_reshape(node: Any) -> bool:
     return is_call(node, *_RESHAPES)
 
 
+def is_transposed(node: Any) -> bool:
+    """Whether it is the transpose of a matrix."""
+    swapped = is_call(node, aten.permute.default) and [*node.args[1]] == [1, 0]
+    return swapped or is_call(node, aten.t.default)
+
+
 def is_cast(node: Any) -> bool:
     """Whether it changes the dtype alone, from one of floats to another."""
     if not is_call(node, *_CASTS) or set(node.kwargs) - {"dtype"}:

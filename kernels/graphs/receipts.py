@@ -23,7 +23,7 @@ class Receipt:
     """One collective of a compiled graph.
 
     Attributes:
-        collective: "all_gather", "reduce_scatter" or "all_reduce".
+        collective: "all_gather", "reduce_scatter", "all_reduce", or as torch names it.
         shape: of what it was given, symbols as they are named.
         fused: the op that has taken its place; empty if it stays.
         why: in a word, why it stays; what it was fused with if it does not.
@@ -53,6 +53,16 @@ class Receipts(tuple[Receipt, ...]):
     def __str__(self) -> str:
         count = f"{self.fused} of {len(self)} collectives fused"
         return "\n".join([*map(str, self), count])
+
+
+def collective_of(node: torch.fx.Node) -> str:
+    """Which one a node calls, of torch's functional ones; "" if none."""
+    schema = getattr(node.target, "_schema", None)
+    space, _, name = schema.name.partition("::") if schema is not None else ("", "", "")
+    if space not in ("_c10d_functional", "_dtensor") or name == "wait_tensor":
+        return ""
+    short: str = name.removesuffix("_into_tensor").removesuffix("_tensor")
+    return short
 
 
 def line_of(node: torch.fx.Node) -> str:

@@ -2,11 +2,13 @@
 
     mm -> reduce_scatter           matmul_reduce_scatter
     mm + mm + .. -> reduce_scatter the gradient of all_gather_matmul: Q, K and V, gate and up
-    mm -> all_reduce               matmul_all_reduce
+    mm -> all_reduce               matmul_all_reduce; or in `norms`
+    mm + mm + .. -> all_reduce     as before a reduce_scatter; then all_gather
 
-Where the results are cast before, they are added up as they were made and cast afterwards, so that
-each sum is rounded once where the model rounds each rank's term; where they are cast to fewer
-bytes, these travel.
+A bias that every rank adds divided by their number, as DTensor adds one that all of them have, is
+added once, and a factor is multiplied with the sum. Where the results are cast before, they are
+added up as they were made and cast afterwards, so that each sum is rounded once where the model
+rounds each rank's term; where they are cast to fewer bytes, these travel.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from weft.collectives.custom_ops import world_of
+from weft.kernels.engine.fp8 import FP8
 from weft.kernels.graphs.building import Builder, erase
 from weft.kernels.graphs.chains import (
     aten,
@@ -28,11 +32,17 @@ from weft.kernels.graphs.chains import (
     shape,
     waited,
 )
+from weft.kernels.graphs.norms import normalize
 
 _ops: Any = torch.ops.weft
 # What a handler returns: the fused op, or nothing; why; whether a matmul stands beside.
 Outcome = tuple[str, str, bool]
-PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
+PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_mm.default)
+
+
+def counted(count: int, what: str) -> str:
+    """ "3 matmuls", "1 matmul"."""
+    return f"{count} {what}{'s' * (count > 1)}"
 
 
 def scatter(graph: Graph, node: Node) -> Outcome:
@@ -40,7 +50,8 @@ def scatter(graph: Graph, node: Node) -> Outcome:
     source, op, parts, group = node.args
     assert isinstance(source, Node) and isinstance(parts, int) and isinstance(op, str)
     whole, dim = scattered_along(source, parts)
-    terms, refusal = _terms(node, whole, op)
+    whole, factors = _unscaled(whole)
+    terms, refusal = terms_of(node, whole)
     arrived = waited(node)
     if refusal or arrived is None:
         return "", refusal or _NOT_WAITED, bool(terms)
@@ -51,46 +62,133 @@ def scatter(graph: Graph, node: Node) -> Outcome:
         made = _one(at, terms[0], whole, _ops.matmul_reduce_scatter.default, group, dim, op)
         name, what = "matmul_reduce_scatter", "a matmul"
     else:
-        made = _several(at, terms, whole, group, dim, parts)
-        made = at.call(aten.div.Scalar, made, parts) if op == "avg" else made
-        name, what = "all_gather_matmul_backward", f"{len(terms)} matmuls"
-    at.replace(arrived, made)
+        made = _several(at, terms, whole, group, dim, parts, op)
+        name, what = "all_gather_matmul_backward", counted(len(terms), "matmul")
+    at.replace(arrived, _scaled(at, made, factors))
     erase(graph, arrived)
     return name, what, True
 
 
 def reduce(graph: Graph, node: Node) -> Outcome:
     """An all_reduce and what it adds up."""
-    whole, op, group = node.args
-    assert isinstance(whole, Node) and isinstance(op, str)
-    terms, refusal = _terms(node, whole, op)
+    given, op, group = node.args
+    assert isinstance(given, Node) and isinstance(op, str) and isinstance(group, str)
     arrived = waited(node)
-    if not refusal and len(terms) > 1:
-        refusal = f"{len(terms)} matmuls are added up before, and no op takes several"
+    if arrived is not None:
+        _forget_in_place(given, arrived)
+        if normalize(graph, node, arrived):
+            return "all_reduce_residual_rms_norm", "the norm of its sum", True
+    whole, factors = _unscaled(given)
+    terms, refusal = terms_of(node, whole)
+    if not refusal and len(terms) > 1 and not are_cut(terms, node):
+        refusal = f"the rows of {len(terms)} matmuls cannot be cut evenly"
     if refusal or arrived is None:
         return "", refusal or _NOT_WAITED, bool(terms)
     at = Builder(graph, node)
-    made = _one(at, terms[0], whole, _ops.matmul_all_reduce.default, group, op)
-    at.replace(arrived, made)
+    if len(terms) == 1:
+        made = _one(at, terms[0], whole, _ops.matmul_all_reduce.default, group, op)
+        name, what = "matmul_all_reduce", "a matmul"
+    else:
+        parts = ranks_of(node)
+        made = _several(at, terms, terms[0], group, 0, parts, op)
+        made = at.call(_ops.all_gather.default, made, group, 0, [at.size(made, 0)] * parts)
+        made = at.call(aten.reshape.default, made, at.sizes(whole))
+        name = "all_gather_matmul_backward, all_gather"
+        what = counted(len(terms), "matmul")
+    at.replace(arrived, _scaled(at, made, factors))
     erase(graph, arrived)
-    return "matmul_all_reduce", "a matmul", True
+    return name, what, True
+
+
+def ranks_of(collective: Node) -> int:
+    """How many take part."""
+    group: Any = collective.args[-1]
+    return world_of(group)[1]
+
+
+def are_cut(terms: list[Node], collective: Node) -> bool:
+    """Whether every rank can sum as many of the rows, and gather the others'."""
+    rows = shape(terms[0])[0]
+    matrices = all(len(shape(term)) == 2 for term in terms)
+    return matrices and isinstance(rows, int) and rows % ranks_of(collective) == 0
+
+
+def _unscaled(whole: Node) -> tuple[Node, list[Node]]:
+    """What numbers multiply or divide to make `whole`, if nothing else uses it; and where."""
+    factors: list[Node] = []
+    while is_call(whole, aten.mul.Tensor, aten.div.Tensor) and len(whole.users) == 1:
+        below, factor = whole.args
+        if not isinstance(below, Node) or not isinstance(factor, (int, float)):
+            break
+        if whole.meta["val"].dtype == torch.float16:  # a sum may overflow that is divided before
+            break
+        factors.append(whole)
+        whole = below
+    return whole, factors
+
+
+def _scaled(at: Builder, made: Node, factors: list[Node]) -> Node:
+    """`made`, multiplied and divided as the terms of each rank have been."""
+    for each in reversed(factors):
+        op: Any = each.target
+        made = at.call(op, made, each.args[1])
+    return made
 
 
 def _one(at: Builder, product: Node, whole: Node, target: Any, *rest: Any) -> Node:
     """The op on what `product` multiplies."""
-    x, w = map(at.matrix, product.args[:2])
-    sent = whole.meta["val"].dtype
-    wire = sent if sent.itemsize < product.meta["val"].dtype.itemsize else None
-    return at.call(target, at.as_batch(x, whole), w, None, *rest, wire_dtype=wire)
+    x, w = map(at.matrix, operands(product))
+    sent, dtype = whole.meta["val"].dtype, product.meta["val"].dtype
+    wire = sent if sent.itemsize < dtype.itemsize else None
+    scales = {}
+    if is_call(product, aten._scaled_mm.default):
+        rows, columns = product.args[2:4]
+        assert isinstance(rows, Node)
+        rows = rows if rows.meta["val"].numel() == 1 else at.as_batch(rows, whole)
+        scales = {"scale_a": rows, "scale_b": columns, "out_dtype": dtype}
+    x = at.as_batch(x, whole)
+    return at.call(target, x, w, _bias(product), *rest, wire_dtype=wire, **scales)
+
+
+def operands(product: Node) -> Any:
+    """x and w."""
+    return product.args[1:3] if is_call(product, aten.addmm.default) else product.args[:2]
+
+
+def is_plain(scaled: Node) -> bool:
+    """Whether a scaled product is one that the ops take: of e4m3, with no more than scales."""
+    both = {each.meta["val"].dtype for each in scaled.all_input_nodes[:2]}
+    named = zip(scaled.target._schema.arguments, scaled.args, strict=False)  # type: ignore[union-attr]
+    given = {argument.name: value for argument, value in named} | scaled.kwargs
+    return both == {FP8} and given.get("bias") is None and given.get("scale_result") is None
+
+
+def _bias(product: Node) -> Any:
+    """The one that every rank has, of which each adds its share."""
+    share = product.args[0] if is_call(product, aten.addmm.default) else None
+    return share.args[0] if isinstance(share, Node) else None
+
+
+def _adds_share(product: Node, op: str, parts: int) -> bool:
+    """Whether it adds a bias divided by the number of ranks, to be summed."""
+    share = product.args[0]
+    return bool(
+        op == "sum"
+        and is_call(share, aten.div.Tensor)
+        and isinstance(share, Node)
+        and share.args[1] == parts
+        and len(shape(share)) == 1
+        and not product.kwargs
+    )
 
 
 def _several(
-    at: Builder, products: list[Node], whole: Node, group: Any, dim: int, parts: int
+    at: Builder, products: list[Node], whole: Node, group: Any, dim: int, parts: int, op: str
 ) -> Node:
     """This rank's part, along `dim`, of the sum of the products of all ranks."""
     dys, weights = [], []
     for product in products:
-        x, w = map(at.matrix, product.args[:2])
+        x, w = map(at.matrix, operands(product))
         dys.append(at.as_batch(x, whole))
         weights.append(at.call(aten.permute.default, w, [1, 0]))
     sizes = at.sizes(whole)
@@ -99,32 +197,33 @@ def _several(
         length // parts if isinstance(length, int) else at.call(operator.floordiv, length, parts)
     )
     # The op asks for what it is the gradient of, but only for its shape and dtype.
-    value = products[0].meta["val"]
-    empty = at.call(
-        aten.empty.memory_format, [1] * len(sizes), dtype=value.dtype, device=value.device
-    )
-    like = at.call(aten.expand.default, empty, sizes)
+    like = at.like(products[0], sizes)
     needs = [True] + [False] * len(products)
     made = at.call(
         _ops.all_gather_matmul_backward.default,
         like, weights, dys, None, group, dim, [sizes[dim]] * parts, needs,
     )  # fmt: skip
-    return at.call(operator.getitem, made, 0)
+    made = at.call(operator.getitem, made, 0)
+    made = at.call(aten.div.Scalar, made, parts) if op == "avg" else made
+    for bias in filter(None, map(_bias, products)):
+        made = at.call(aten.add.Tensor, made, bias)
+    return made
 
 
 _NO_PRODUCT = "no matmul makes what it adds up"
 _NOT_WAITED = "its result is used before it is waited for"
 
 
-def _terms(collective: Node, whole: Node, op: str) -> tuple[list[Node], str]:
+def terms_of(collective: Node, whole: Node) -> tuple[list[Node], str]:
     """The matmuls whose sum `whole` is, and why they cannot be fused, if so."""
-    _forget_in_place(collective, whole)
+    op: Any = collective.args[1]
+    parts = ranks_of(collective)
     terms: list[Node] = []
     refusals: list[str] = []
 
     def walk(node: Node) -> None:
         below: Any = node.all_input_nodes[:1]  # sizes come behind
-        if _is_sum(node):
+        if is_sum(node):
             below = node.args[:2]
         elif is_call(node, *PRODUCTS) and (len(shape(node)) == 2 or shape(node)[0] == 1):
             terms.append(node)
@@ -143,10 +242,13 @@ def _terms(collective: Node, whole: Node, op: str) -> tuple[list[Node], str]:
         return [], _NO_PRODUCT
     dtypes = {term.meta["val"].dtype for term in terms}
     sent = whole.meta["val"].dtype
+    scaled = [term for term in terms if is_call(term, aten._scaled_mm.default)]
     if op not in ("sum", "avg"):
         refusals.insert(0, f"a matmul cannot be fused with {op!r}")
-    elif any(is_call(term, aten.addmm.default) for term in terms):
+    elif any(is_call(t, aten.addmm.default) and not _adds_share(t, op, parts) for t in terms):
         refusals.insert(0, "each rank adds a bias of its own")
+    elif scaled and (len(terms) > 1 or not all(map(is_plain, scaled))):
+        refusals.insert(0, "of scaled products, one of e4m3 without a bias is fused")
     elif others:
         refusals.insert(0, "each rank adds what no matmul makes")
     elif not all(keeps_columns(term, whole) for term in terms) or len(shape(whole)) < 2:
@@ -158,7 +260,7 @@ def _terms(collective: Node, whole: Node, op: str) -> tuple[list[Node], str]:
     return terms, refusals[0] if refusals else ""
 
 
-def _is_sum(node: Any) -> bool:
+def is_sum(node: Any) -> bool:
     """Whether it adds two tensors of one shape and dtype."""
     if not is_call(node, aten.add.Tensor) or node.kwargs:
         return False
@@ -167,10 +269,9 @@ def _is_sum(node: Any) -> bool:
     return len(values) == 3 and len(same) == 1
 
 
-def _forget_in_place(collective: Node, whole: Node) -> None:
+def _forget_in_place(whole: Node, arrived: Node) -> None:
     """A collective in place is traced as one that is not, and a copy to where its operand was."""
-    arrived = waited(collective)
     for user in list(whole.users):
-        if arrived and is_call(user, aten.copy.default) and user.args[:2] == (whole, arrived):
+        if is_call(user, aten.copy.default) and user.args[:2] == (whole, arrived):
             user.replace_all_uses_with(arrived)
             user.graph.erase_node(user)

@@ -139,7 +139,9 @@ def _config(
     tiles_a_shard = max(1, M // world_size // tiling.block_m)
     tiling = replace(tiling, group_m=min(tiling.group_m, tiles_a_shard))
     interpreted = chip is INTERPRETER
-    remote_bytes = column_tiles * M * K * dtype.itemsize * (world_size - 1) // world_size
+    # Past the end tiles read the last row again, over the link as well.
+    rows = M if interpreted else -(-M // tiling.block_m) * tiling.block_m
+    remote_bytes = column_tiles * rows * K * dtype.itemsize * (world_size - 1) // world_size
     direct = not keep and remote_bytes <= (4 << 10 if interpreted else _DIRECT_BYTES)
     descriptors = chip.descriptors and dtype != torch.float32
     # A link of 450 GB/s and 2 us latency is full with 0.9 MB in flight: a load of 64 KiB (8 warps)
@@ -186,8 +188,8 @@ def _tiling(
     keep_sums: bool,
 ) -> Tiling:
     """The tuned or default tiles, narrowed where the epilogue would make the kernel spill."""
-    tiling = choice.tiling or gather_tiling_for(chip, M, N, dtype)
     pair = activation == "swiglu"
+    tiling = choice.tiling or gather_tiling_for(chip, M, N, dtype, pair=pair)
     if pair and (tiling.block_m * tiling.block_n > 32 * 64 or dtype == torch.float32):
         # Two accumulators at a time.
         tiling = replace(tiling, block_n=max(16, tiling.block_n // 2))

@@ -42,7 +42,7 @@ _OP = "reduce_scatter_rms_norm_all_gather"
 # Elements of a row, as many programs share each. Beyond so many bytes of x and y the collectives
 # are as fast, and leave the cores free.
 WIDEST = 1 << 16
-_MOST_BYTES = 4 << 20
+MOST_BYTES = 4 << 20
 
 
 def reduce_scatter_rms_norm_all_gather(
@@ -149,7 +149,7 @@ def by_kernel(op: str, x: torch.Tensor, group: Group) -> bool:
     problem = Problem(op, rows, H, 0, x.dtype, nbytes, kernel_refusal=refusal)
     if engine == "triton":
         return choose(problem, group, x.device) == "triton"
-    if engine != "auto" or not group.on_gpus(x.device) or nbytes > _MOST_BYTES:
+    if engine != "auto" or not group.on_gpus(x.device) or nbytes > MOST_BYTES:
         return False
     supported, _ = is_supported("triton", problem, group, x.device)
     if supported and settings.tracing():

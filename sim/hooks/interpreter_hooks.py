@@ -112,12 +112,12 @@ class _Collected:
     """Stands in for a kernel while its grid is walked, then passes on all programs at once."""
 
     def __init__(
-        self, fn: Any, world: World, arguments: list[Any], warps: int, grid: _Grid
+        self, fn: Any, world: World, arguments: list[Any], shape: tuple[int, int], grid: _Grid
     ) -> None:
         self.__signature__ = inspect.signature(fn)
         self.__globals__, self.__name__ = fn.__globals__, fn.__name__
         self._fn, self._world, self._arguments, self._grid = fn, world, arguments, grid
-        self._warps = warps
+        self._shape = shape  # warps and stages
         self._left: int | None = None
 
     def __call__(self, **args: Any) -> None:
@@ -136,7 +136,7 @@ class _Collected:
 
         programs = list(product(*map(range, dim)))
         name = self._fn.__name__
-        self._world.launch(name, self._arguments, self._warps, programs, run)  # type: ignore[arg-type]
+        self._world.launch(name, self._arguments, *self._shape, programs, run)  # type: ignore[arg-type]
 
 
 def _name(value: Any, default: str) -> str:
@@ -327,10 +327,10 @@ def _patched(world: World, quick: bool) -> Iterator[None]:
 
     def call(self: Any, *args: Any, **kwargs: Any) -> None:
         if world.active():
-            warps = int(kwargs.get("num_warps", 4))
+            shape = int(kwargs.get("num_warps", 4)), int(kwargs.get("num_stages", 3))
             given = dict(zip(self.arg_names, args, strict=False)) | kwargs
             world.launches(self.fn, self.grid, given)
-            self.fn = _Collected(self.fn, world, [*args, *kwargs.values()], warps, grid)
+            self.fn = _Collected(self.fn, world, [*args, *kwargs.values()], shape, grid)
             # Arguments are already on the CPU: copying them back would only take time.
             self._restore_args_dev = lambda *_: None
         execute(self, *args, **kwargs)

@@ -1,14 +1,14 @@
 """What virtual time hooks in Triton's interpreter, beside `interpreter_hooks` and underneath it.
 
     InterpreterBuilder.create_masked_load / _store, create_dot    noted on the program's lane
+    InterpretedFunction.rewrite     puts a `range` that counts before Python's in a kernel's module
+    _patch_lang_core                and one in the place of tl.range
 
 and, without numerics, what makes real sizes cheap: no floating-point number is loaded, stored or
 computed, zeros that take no memory stand for all of them, and of a loop that only loads and
 multiplies the first two turns and the last are run, the others being like the second.
 
     InterpreterBuilder.cast_impl, create_fp_to_fp, create_bitcast, binary_op, unary_op, ternary_op
-    InterpretedFunction.rewrite     puts a `range` of ours before Python's in a kernel's module
-    _patch_lang_core                and one in the place of tl.range
 
 Integers are loaded, stored and computed for real: tables of pointers, generations, indices.
 """
@@ -70,7 +70,7 @@ def installed(tracer: Tracer, numerics: bool) -> Iterator[None]:
     hooks = _noting(kind, tracer, numerics)
     if not numerics:
         hooks |= _skipping(kind)
-    with patch.multiple(kind, **hooks), nullcontext() if numerics else _sampled_loops():
+    with patch.multiple(kind, **hooks), _counted_loops(sampled=not numerics):
         yield
 
 
@@ -179,59 +179,67 @@ def _skipping(kind: Any) -> dict[str, Any]:
     }
 
 
-def _sampled_range(*bounds: Any) -> Any:
-    """`range`, and in a program fewer turns of it: see the module."""
+def _range(bounds: tuple[Any, ...], sampled: bool) -> Any:
+    """`range`, and in a program its turns are counted, or fewer of them run: see the module."""
     turns = range(*bounds)
     lane = local.strand.lane if local.strand is not None else None
     if lane is None:
         return turns
     lane.loops += 1
-    return turns if len(turns) < 4 else _sampled(lane, turns)
+    return _sampled(lane, turns) if sampled and len(turns) >= 4 else _counted(lane, turns)
+
+
+def _counted(lane: Lane, turns: range) -> Iterator[int]:
+    for turn in turns:
+        lane.step()
+        yield turn
 
 
 def _sampled(lane: Lane, turns: range) -> Iterator[int]:
-    yield turns[0]
+    yield from _counted(lane, turns[:1])
     loops, before = lane.loops, lane.state()
-    yield turns[1]
+    yield from _counted(lane, turns[1:2])
     # Of nested loops only the innermost is the same in each turn.
-    if lane.loops == loops and lane.repeat(before, len(turns) - 3):
-        yield turns[-1]
-    else:
-        yield from turns[2:]
+    same = lane.loops == loops and lane.repeat(before, len(turns) - 3)
+    yield from _counted(lane, turns[-1:] if same else turns[2:])
 
 
 @contextmanager
-def _sampled_loops() -> Iterator[None]:
+def _counted_loops(sampled: bool) -> Iterator[None]:
     rewrite, patch_core = interpreter.InterpretedFunction.rewrite, interpreter._patch_lang_core
     patched: list[dict[str, Any]] = []
 
-    def sampling_rewrite(self: Any) -> Any:
+    def counted_range(*bounds: Any) -> Any:
+        return _range(bounds, sampled)
+
+    def counting_rewrite(self: Any) -> Any:
         fn = rewrite(self)
         names = self.fn.__globals__
         if "range" not in names:
-            names["range"] = _sampled_range
+            names["range"] = counted_range
             patched.append(names)
         return fn
 
-    def sampling_core(lang: Any, scope: Any) -> None:
+    def counting_core(lang: Any, scope: Any) -> None:
         patch_core(lang, scope)
-        fast_integers.install_functions(scope, lang)
-        if lang is tl:
-            fast_integers.install(scope, tl.tensor)
+        if sampled:
+            fast_integers.install_functions(scope, lang)
+            if lang is tl:
+                fast_integers.install(scope, tl.tensor)
 
-        def sampled_tl_range(
+        def counted_tl_range(
             start: Any, end: Any = None, step: Any = None, **options: object
         ) -> Any:
             first, last = (0, start) if end is None else (start, end)
-            return _sampled_range(first, last, 1 if step is None else step)
+            return counted_range(first, last, 1 if step is None else step)
 
-        scope.set_attr(lang, "range", sampled_tl_range)
+        scope.set_attr(lang, "range", counted_tl_range)
 
     try:
         with (
-            patch.object(interpreter.InterpretedFunction, "rewrite", sampling_rewrite),
-            patch.object(interpreter, "_patch_lang_core", sampling_core),
-            fast_integers.unchecked(),
+            patch.object(interpreter.InterpretedFunction, "rewrite", counting_rewrite),
+            patch.object(interpreter, "_patch_lang_core", counting_core),
+            fast_integers.unchecked() if sampled else nullcontext(),
         ):
             yield
     finally:

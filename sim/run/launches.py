@@ -67,13 +67,14 @@ class Launches:
         kernel: str,
         arguments: list[Any],
         warps: int,
+        stages: int,
         programs: list[Program],
         run: Callable[[Program], None],
     ) -> None:
-        """`run` all `programs` of a launch, of `warps` warps each, by the rank that this is."""
+        """`run` all `programs` of a launch, of so many warps and stages each, by this rank."""
         world, host = self._world, strand_here()
         tracer = world.tracer
-        timed = tracer.launch(host, kernel, warps, len(programs)) if tracer else None
+        timed = tracer.launch(host, kernel, warps, stages, len(programs)) if tracer else None
         if world.symmetric and host.rank:
             return
         concurrent = world.programs == "concurrent"

@@ -76,8 +76,11 @@ class VirtualProcessGroup(_Base):  # type: ignore[misc]
         self._me, self._team = team.ranks.index(rank), team
         size = len(team.ranks)
         super().__init__(self._me, size)
-        here = alone().processes
-        self.weft_group = Group(self, self._me, size, team.ranks, here * size, virtual=team)
+        hosts, here = team.hosts, alone().processes * size
+        why = "its ranks are on several hosts" if hosts else ""
+        self.weft_group = Group(
+            self, self._me, size, team.ranks, () if why else here, why, virtual=team, hosts=hosts
+        )
 
     @property
     def group_name(self) -> Any:

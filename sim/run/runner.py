@@ -89,6 +89,7 @@ def run(
     hardware: Hardware | str | None = None,
     numerics: bool = True,
     symmetric: bool = False,
+    hosts: Sequence[int] | None = None,
 ) -> Results:
     """Run `fn(rank)` on `world_size` virtual ranks in this process, and check it.
 
@@ -119,6 +120,8 @@ def run(
         symmetric: with numerics=False, run the kernels of rank 0 only: those of the others are
             taken to be the same, turned round (`weft.sim.time.rotation`). For one call of an op
             whose ranks have equal shares.
+        hosts: how many ranks each of several hosts has, in their order: memory is shared inside a
+            host only, and calls go in two levels (docs/hosts.md). None: one host.
 
     Returns:
         fn's results of the first schedule, in rank order.
@@ -141,6 +144,11 @@ def run(
     __tracebackhide__ = True  # for pytest, as all frames between a test and its own `fn`
     machine = None if hardware is None else named(hardware)
     _check_arguments(world_size, schedules, programs, races, replay, machine, numerics, symmetric)
+    if hosts is not None and (sum(hosts) != world_size or min(hosts) < 1 or machine is not None):
+        raise ValueError(
+            f"hosts must be numbers of ranks that add up to {world_size}, without hardware, whose "
+            f"links are those of one domain: got {list(hosts)}"
+        )
     if isinstance(schedule, str) and schedule.isdecimal():
         schedule = int(schedule)
     results, orders = Results(), set[int]()
@@ -168,6 +176,7 @@ def run(
                     hardware=machine,
                     numerics=numerics,
                     symmetric=symmetric,
+                    hosts=[world_size] if hosts is None else hosts,
                 )
                 again = schedule is not None or results.schedules > 0
                 values = _run_one(world, fn, seed, name, timeout, again=again)

@@ -70,7 +70,10 @@ class Members:
     Attributes:
         met: how many calls each member has made.
         mail: by source, target and tag: what was sent and not yet received.
+        hosts: as in `Group`.
     """
+
+    hosts: tuple[tuple[int, ...], ...] = ()
 
     def __init__(self, name: str, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
@@ -177,6 +180,10 @@ class Team(Members):
     def __init__(self, world: World, name: str, ranks: tuple[int, ...]) -> None:
         super().__init__(name, ranks)
         self._world = world
+        on: dict[int, list[int]] = {}
+        for member, rank in enumerate(ranks):
+            on.setdefault(world.host_of[rank], []).append(member)
+        self.hosts = tuple(map(tuple, on.values())) if len(on) > 1 else ()
 
     @property
     def chip(self) -> str:

@@ -69,6 +69,7 @@ class World(Teams[Team]):
         hardware: Hardware | None,
         numerics: bool,
         symmetric: bool,
+        hosts: Sequence[int],
     ) -> None:
         super().__init__()
         self.world_size, self.scheduler, self.programs = world_size, scheduler, programs
@@ -77,6 +78,7 @@ class World(Teams[Team]):
         told: tuple[Observer | None, ...] = (self.detector, tape, self.tracer)
         self.observers = [each for each in told if each]
         self.everybody = tuple(range(world_size))
+        self.host_of = [host for host, ranks in enumerate(hosts) for _ in range(ranks)]
         self.hardware, self.numerics, self.symmetric = hardware, numerics, symmetric
         self.pads = Pads()
         scheduler.explain = self._awaited

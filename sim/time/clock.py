@@ -325,7 +325,7 @@ class Clock:
         def next_program() -> None:
             while waiting and free:
                 core, events = free.pop(), waiting.pop()
-                program = self._engine.start(self._program(rank, core, launch.kernel, events))
+                program = self._engine.start(self._program(rank, core, launch, events))
                 program.then(partial(ended, core))
 
         def ended(core: int) -> None:
@@ -358,9 +358,12 @@ class Clock:
 
     # A program on a core
 
-    def _program(self, rank: int, core: int, kernel: str, events: list[ProgramEvent]) -> Process:
+    def _program(
+        self, rank: int, core: int, launch: KernelLaunch, events: list[ProgramEvent]
+    ) -> Process:
         engine, hardware = self._engine, self._hw
         per_core = hardware.core_bandwidth / 1e6
+        step_us = hardware.ahead_us / max(launch.stages - 1, 1)
         stored, fence = Join(0), 0.0  # the last store, and how long it takes to be acknowledged
         loaded: dict[int, Join] = {}  # by the number of a `Work` that stores wait for
         for number, event in enumerate(events):
@@ -380,7 +383,8 @@ class Clock:
                     dots = event.flops / hardware.core_flops_per_us(event.dtype)
                     nbytes = sum(size for _, size in event.loads.values())
                     first = start + latency + nbytes / event.turns / per_core
-                    end = max(first + dots, end + dots / event.turns)
+                    last = max(end, start + latency + event.steps * step_us)
+                    end = max(first + dots, last + dots / event.turns)
                 yield end
                 self._release(rank, event.loads)
                 kind = "arithmetic" if event.turns else "moving"
@@ -414,7 +418,9 @@ class Clock:
                 else:
                     self._deliver(rank, event)
             if engine.now > start:
-                self._spans.append(TimeSpan(rank, core, kernel, kind, start, engine.now, peer))
+                self._spans.append(
+                    TimeSpan(rank, core, launch.kernel, kind, start, engine.now, peer)
+                )
         yield stored
 
     # Memory

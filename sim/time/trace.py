@@ -37,6 +37,7 @@ class Work:
         flops, turns: of all its dots; how many there are.
         dtype: the narrowest that the program has loaded.
         stored: what it loads goes to stores as it is: they wait for it, the program does not.
+        steps: turns of a loop after its first load.
     """
 
     loads: dict[tuple[int, int], list[int]] = field(default_factory=dict)
@@ -44,6 +45,7 @@ class Work:
     turns: int = 0
     dtype: str = "float32"
     stored: bool = False
+    steps: int = 0
 
 
 @dataclass(slots=True)
@@ -128,10 +130,13 @@ ProgramEvent = Work | Store | Signal | Wait | Update
 
 @dataclass(slots=True)
 class KernelLaunch:
-    """A kernel. `warps` bounds how many of its programs fit on a core together."""
+    """A kernel. `warps` bounds how many of its programs fit on a core together; `stages` is how
+    many steps of a loop have their operands in shared memory at a time.
+    """
 
     kernel: str
     warps: int
+    stages: int
     programs: list[list[ProgramEvent]]
 
     @property
@@ -214,16 +219,23 @@ class Lane:
             self.events.append(self._work)
         return self._work
 
-    def state(self) -> tuple[int, int, int, dict[tuple[int, int], int]]:
+    def step(self) -> None:
+        """A turn of a loop begins."""
+        if self._work is not None:
+            self._work.steps += 1
+
+    def state(self) -> tuple[int, int, int, int, dict[tuple[int, int], int]]:
         """Enough to see what an iteration of a loop has added: see `repeat`."""
         work = self._work or Work()
         loads = {key: entry[1] for key, entry in work.loads.items()}
-        return len(self.events), work.flops, work.turns, loads
+        return len(self.events), work.flops, work.turns, work.steps, loads
 
-    def repeat(self, before: tuple[int, int, int, dict[tuple[int, int], int]], times: int) -> bool:
+    def repeat(
+        self, before: tuple[int, int, int, int, dict[tuple[int, int], int]], times: int
+    ) -> bool:
         """Add `times` more what came since `before`. False, and nothing, unless it was a turn of a
         pipeline: loads and at least one dot."""
-        count, flops, turns, loads = before
+        count, flops, turns, steps, loads = before
         work = self._work
         if work is None or len(self.events) != count or work.turns == turns or not turns:
             return False
@@ -231,6 +243,7 @@ class Lane:
             entry[1] += times * (entry[1] - loads.get(key, 0))
         work.flops += times * (work.flops - flops)
         work.turns += times * (work.turns - turns)
+        work.steps += times * (work.steps - steps)
         return True
 
 
@@ -373,11 +386,13 @@ class Tracer(Observer):
             whole.reads[peer] = round(whole.reads[peer] * share)
         self.add(strand, whole)
 
-    def launch(self, strand: Strand, kernel: str, warps: int, programs: int) -> list[Lane] | None:
+    def launch(
+        self, strand: Strand, kernel: str, warps: int, stages: int, programs: int
+    ) -> list[Lane] | None:
         """A lane for each program of a kernel that `strand` launches; None if it is not timed."""
         if not strand.timed:
             return None
         lanes = [Lane() for _ in range(programs)]
-        launch = KernelLaunch(kernel, warps, [lane.events for lane in lanes])
+        launch = KernelLaunch(kernel, warps, stages, [lane.events for lane in lanes])
         self._current[strand.rank].append(launch)
         return lanes

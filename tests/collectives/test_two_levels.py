@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_collectives import (
     dtypes_body,
     gather_body,
@@ -38,7 +39,9 @@ def all_bodies(layout: str) -> None:
             body()
 
 
-@pytest.mark.parametrize("layout", ["AABB", "ABAA", "AB"])
+@pytest.mark.parametrize(
+    "layout", ["ABAA", *(pytest.param(each, marks=pytest.mark.slow) for each in ("AABB", "AB"))]
+)
 def test_collectives(ranks: Any, layout: str) -> None:
     ranks(len(layout), all_bodies, layout)
 
@@ -123,3 +126,19 @@ def chosen_body(layout: str) -> None:
 
 def test_the_way_is_chosen_by_price(ranks: Any) -> None:
     ranks(4, chosen_body, "ABAB")
+
+
+def differing_body() -> None:
+    """Calls that differ where lengths are exchanged: every rank says so, and in what."""
+    with on_hosts("AAB"):
+        rank = dist.get_rank()
+        x = torch.ones(rank + 1, 2 if rank < 2 else 3)
+        with pytest.raises(weft.MismatchError, match=r"\(\*, 2\)|'\*', 2"):
+            collectives.all_gather(x)
+        assert collectives.all_gather(x[:, :2]).shape == (6, 2)
+        with pytest.raises(weft.MismatchError, match="on rank 0, but"):
+            weft.ring_attention(*[torch.ones(1, 1, 2, 4 + 4 * (rank == 1))] * 3)
+
+
+def test_calls_that_differ(ranks: Any) -> None:
+    ranks(3, differing_body)

@@ -15,6 +15,7 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.distributed._functional_collectives import (
     all_gather_tensor,
     all_reduce,
+    all_to_all_single,
     reduce_scatter_tensor,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -28,6 +29,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 import weft
+from weft.kernels.engine.fp8 import FP8
 from weft.kernels.graphs.backend import CompilePass
 from weft.kernels.graphs.receipts import Receipt, Receipts, keep, receipts_of
 from weft.kernels.graphs.rewriting import MissedFusionError
@@ -75,8 +77,7 @@ def held(model: nn.Module, x: torch.Tensor, backend: Any) -> None:
 class MLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up = nn.LayerNorm(H), nn.Linear(H, F)
-        self.down = nn.Linear(F, H, bias=False)
+        self.norm, self.up, self.down = nn.LayerNorm(H), nn.Linear(H, F), nn.Linear(F, H)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.down(torch.relu(self.up(self.norm(x))))
@@ -89,7 +90,7 @@ class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.q, self.k, self.v = (nn.Linear(H, H, bias=i == 0) for i in range(3))
-        self.o = nn.Linear(H, H, bias=False)
+        self.o = nn.Linear(H, H)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (m(x).unflatten(-1, (-1, 4)).transpose(1, 2) for m in (self.q, self.k, self.v))
@@ -117,6 +118,12 @@ def mesh() -> DeviceMesh:
 
 def world() -> Any:
     return dist.group.WORLD
+
+
+def gather(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """all_gather_tensor, but torch 2.11 breaks graphs where that joins what it has gathered."""
+    whole: torch.Tensor = all_gather_tensor(x, 0, world())
+    return torch.cat(whole.chunk(dist.get_world_size()), dim) if dim else whole
 
 
 def own_part(seed: int) -> torch.Tensor:
@@ -157,6 +164,12 @@ def torch_styles(kind: str) -> list[list[tuple[str, str, str]]]:
 GATHER = ("all_gather", "all_gather_matmul")
 SCATTER = ("reduce_scatter", "matmul_reduce_scatter", "a matmul")
 REDUCE = ("all_reduce", "matmul_all_reduce", "a matmul")
+SUM = "all_gather_matmul_backward, all_gather"
+
+
+def added_up(*kind: str) -> list[tuple[str, ...]]:
+    """Q's, K's and V's gradients of what they share."""
+    return [(*kind, "3 matmuls"), *[(*kind, "added up before, and moved once")] * 2]
 
 
 def test_styles_of_torch_are_fused_forward_and_backward(ranks: Any) -> None:
@@ -166,7 +179,8 @@ def test_styles_of_torch_are_fused_forward_and_backward(ranks: Any) -> None:
         one = (*GATHER, "1 matmul")
         assert found == [[one, SCATTER], [one, SCATTER]]
     for found in ranks(2, torch_styles, "attention whole"):
-        assert found == [[REDUCE], [REDUCE] * 3]
+        once = added_up("all_reduce", SUM)
+        assert found == [[REDUCE], once]
 
 
 def shared_gather() -> list[list[tuple[str, str, str]]]:
@@ -177,9 +191,10 @@ def shared_gather() -> list[list[tuple[str, str, str]]]:
 
 
 def test_matmuls_that_share_a_gather_are_one_op(ranks: Any) -> None:
-    for forward, _ in ranks(2, shared_gather):
+    for forward, backward in ranks(2, shared_gather):
         same = (*GATHER, "the same is gathered once")
         assert forward == [(*GATHER, "3 matmuls"), same, same, SCATTER]
+        assert backward[-3:] == added_up("reduce_scatter", "all_gather_matmul_backward")
 
 
 class Megatron(nn.Module):
@@ -231,8 +246,7 @@ def batches() -> list[Any]:
     up, down = torch.randn(H, F), torch.randn(F, H)
 
     def call(x: torch.Tensor) -> torch.Tensor:
-        gathered = all_gather_tensor(x, 1, world())
-        y = torch.relu(gathered @ up) @ down
+        y = torch.relu(gather(x, 1) @ up) @ down
         result: torch.Tensor = reduce_scatter_tensor(y, "sum", 1, world())
         return result
 
@@ -270,13 +284,13 @@ def chains() -> list[Any]:
     half = torch.bfloat16
 
     def einsum(x: torch.Tensor) -> torch.Tensor:
-        y = torch.einsum("bsh,hf->bsf", all_gather_tensor(x, 1, world()), up).relu()
+        y = torch.einsum("bsh,hf->bsf", gather(x, 1), up).relu()
         y = torch.einsum("bsf,fh->bsh", y, down)
         result: torch.Tensor = reduce_scatter_tensor(y, "sum", 1, world())
         return result
 
     def cast_up(x: torch.Tensor) -> torch.Tensor:
-        y = torch.relu(all_gather_tensor(x, 1, world()).to(half) @ up.to(half)) @ down.to(half)
+        y = torch.relu(gather(x, 1).to(half) @ up.to(half)) @ down.to(half)
         result: torch.Tensor = reduce_scatter_tensor(y.float(), "sum", 1, world())
         return result
 
@@ -286,15 +300,24 @@ def chains() -> list[Any]:
 
     def mean_of_sums(x: torch.Tensor) -> torch.Tensor:
         y = (x @ up).relu() @ down + x @ up @ down
-        result: torch.Tensor = reduce_scatter_tensor(y, "avg", 1, world())
+        result: torch.Tensor = reduce_scatter_tensor(y / 3 * 2, "avg", 1, world())
         return result
 
+    def sums(x: torch.Tensor) -> torch.Tensor:
+        y = all_reduce(x @ up, "sum", world()) + x @ up
+        return y + all_reduce(x.relu() @ up, "sum", world())
+
+    def uneven_sums(x: torch.Tensor) -> torch.Tensor:
+        return sums(x[0, :3])
+
     def something_else(x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = reduce_scatter_tensor(x @ up @ down + x, "sum", 1, world())
+        y = all_to_all_single(x[0] @ up @ down, None, None, world()) + x
+        result: torch.Tensor = reduce_scatter_tensor(y, "sum", 1, world())
         return result
 
     found = [rewritten(einsum, x), rewritten(cast_up, x, atol=0.5), rewritten(cast_down, x)]
-    return [*found, rewritten(mean_of_sums, x), rewritten(something_else, x)]
+    more = mean_of_sums, sums, uneven_sums, something_else
+    return [*found, *(rewritten(call, x) for call in more)]
 
 
 def test_casts_batches_of_one_and_sums_of_matmuls(ranks: Any) -> None:
@@ -305,7 +328,44 @@ def test_casts_batches_of_one_and_sums_of_matmuls(ranks: Any) -> None:
             both,
             [("matmul_all_reduce", "a matmul")],
             [("all_gather_matmul_backward", "2 matmuls")],
-            [("", "each rank adds what no matmul makes")],
+            [(SUM, "2 matmuls"), (SUM, "added up before, and moved once")],
+            [REDUCE[1:]] * 2,
+            [("", "no op takes it"), ("", "no matmul makes what it adds up")],
+        ]
+
+
+def contractions() -> list[Any]:
+    x, dy = own_part(1), torch.randn(B, 2 * S, F, generator=torch.Generator().manual_seed(2))
+
+    def gathered(dim: int, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = gather(x, dim).flatten(0, -2)
+        return result
+
+    def of_linear(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+        return dy.flatten(0, 1).t() @ gathered(1, x)
+
+    def of_product(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+        return gathered(0, x[0]).t() @ dy[0]
+
+    def of_both(x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows = gathered(1, x)
+        return dy.flatten(0, 1).t() @ rows, rows.t() @ (dy * 2).flatten(0, 1)
+
+    def with_others(x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows = gathered(1, x)
+        return dy.flatten(0, 1).t() @ rows, rows.abs()
+
+    return [rewritten(call, x, dy) for call in (of_linear, of_product, of_both, with_others)]
+
+
+def test_gradients_of_weights_whose_rows_are_gathered(ranks: Any) -> None:
+    name = "all_gather_matmul_backward"
+    for found in ranks(2, contractions):
+        assert found == [
+            [(name, "1 contraction")],
+            [(name, "1 contraction")],
+            [(name, "2 contractions")],
+            [("", "no matmul takes it as its rows")],
         ]
 
 
@@ -394,3 +454,61 @@ def test_receipts_of_what_is_decorated() -> None:
     told = Receipts([Receipt("all_reduce", ("2",), "", "no matmul makes what it adds up")])
     keep(decorated.__code__, told)
     assert receipts_of(decorated) == told and receipts_of(forward) == ()
+
+
+def scaled() -> list[Any]:
+    """Of e4m3: x is gathered, or its columns are this rank's."""
+    same = torch.Generator().manual_seed(3)
+
+    def fp8(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=same).to(FP8)
+
+    parts, rank = dist.get_world_size(), dist.get_rank()
+    xs, ws = fp8(parts, 16, 32), fp8(parts, 48, 32)
+    x, w, one = xs[rank], ws[rank].t(), torch.tensor(0.5)
+    rows, columns = torch.rand(16, 1, generator=same), torch.rand(1, 48, generator=same)
+
+    def product(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch._scaled_mm(x, w, a * (rank + 1), b, out_dtype=torch.bfloat16)
+
+    def gathered(x: torch.Tensor) -> torch.Tensor:
+        return product(all_gather_tensor(x, 0, world()), one, one)
+
+    def scattered(x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = reduce_scatter_tensor(product(x, rows, columns), "sum", 0, world())
+        return result
+
+    def summed(x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = all_reduce(product(x, rows, columns).view(2, 8, 48), "sum", world())
+        return result
+
+    def plain(i: int, j: int) -> torch.Tensor:
+        return xs[i].float() @ ws[j].float().t() * (j + 1)
+
+    total = torch.stack([plain(i, i) for i in range(parts)]).sum(0) * rows * columns
+    wanted = [
+        torch.cat([plain(i, rank) for i in range(parts)]) * one * one,
+        total.chunk(parts)[rank],
+        total.view(2, 8, 48),
+    ]
+    found = []
+    for call, exact in zip((gathered, scattered, summed), wanted, strict=True):
+        graphs: list[Receipts] = []
+        torch._dynamo.reset()
+        made = torch.compile(call, backend=by_pass(True, graphs), fullgraph=True)(x)
+        torch.testing.assert_close(made.float(), exact, rtol=2e-2, atol=1e-1)
+        found += [r.fused for receipts in graphs for r in receipts]
+
+    def by_hand(x: torch.Tensor) -> list[torch.Tensor]:
+        scales = {"scale_a": rows, "scale_b": columns, "out_dtype": torch.float32}
+        made = [op(x, w, **scales) for op in (weft.matmul_reduce_scatter, weft.matmul_all_reduce)]
+        return [*made, weft.all_gather_matmul(x, w, sizes=[16] * parts, **scales)]
+
+    traced = torch.compile(by_hand, backend="aot_eager", fullgraph=True)(x)
+    torch.testing.assert_close(traced, by_hand(x), rtol=0, atol=0)
+    return found
+
+
+def test_scaled_products_of_fp8(ranks: Any) -> None:
+    for found in ranks(2, scaled):
+        assert found == ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]

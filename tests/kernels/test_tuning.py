@@ -120,7 +120,7 @@ def test_the_way_of_a_launch_goes_by_size() -> None:
     )
     # 8 tiles for 132 cores: as many parts as there may be, which K bounds where it is known.
     assert one_shot_kernel.one_shot_config(16, 512, bf16, H100).split == 8
-    assert all_gather_launch.all_gather_config(64, 512, 256, bf16, 8, H100).split == 2
+    assert all_gather_launch.all_gather_config(64, 512, 512, bf16, 8, H100).split == 2
 
 
 def test_what_is_written_adds_to_what_was(table: Path) -> None:
@@ -185,6 +185,8 @@ def test_rates_are_of_the_tiles_that_are_launched(chip: Chip) -> None:
             tiling = config.tiling
             tile = kernel_rates.tile_of(op, chip, M, N, 4096, dtype, W)
             assert tile[1:] == (tiling.block_m, tiling.block_n, tiling.block_k), (op, M, N, W)
+            priced = kernel_rates.tiling_of(op, chip, M, N, 4096, dtype, W)
+            assert priced.num_stages == tiling.num_stages, (op, M, N, W)
 
 
 @pytest.mark.ranks(2)

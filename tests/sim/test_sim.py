@@ -6,6 +6,7 @@ import io
 import runpy
 import sys
 import threading
+from collections.abc import Callable
 from functools import cached_property
 from itertools import permutations
 from math import comb, inf
@@ -23,7 +24,7 @@ import weft
 from weft import collectives, sim
 from weft.collectives import exchange, resolve, workspace
 from weft.collectives.device import signals
-from weft.sim import progress_bar
+from weft.sim import cli, progress_bar
 from weft.sim.hooks import interpreter_hooks
 from weft.sim.run import runner
 from weft.sim.schedule.scheduler import Strand
@@ -457,3 +458,49 @@ def test_nothing_is_kept_for_ranks_that_are_no_more() -> None:
     during, _ = sim.run(2, body)
     assert len(before) == 2 and held() == before
     assert all(then < now for then, now in zip(before, during, strict=True))
+
+
+def over_hosts(rank: int) -> list[torch.Tensor]:
+    """Calls in two levels, in float64: exact sums of small integers."""
+    x = torch.arange(12.0, dtype=torch.float64).view(6, 2) + rank
+    w = torch.ones(2, 3, dtype=torch.float64) * (rank + 1)
+    calls: list[Callable[[], torch.Tensor]] = [
+        lambda: weft.collectives.all_reduce(x),
+        lambda: weft.collectives.all_gather(x[: rank + 1]),
+        lambda: weft.collectives.reduce_scatter(x),
+        lambda: weft.all_gather_matmul(x[: rank + 1], w),
+        lambda: weft.matmul_reduce_scatter(x, w),
+    ]
+    results = []
+    for call in calls:
+        told = weft.explain(call)
+        assert "hosts" in {each.engine for each in told}, told
+        results.append(told.result)
+    return results
+
+
+@pytest.mark.parametrize("hosts", [[2, 1], [1, 2, 1]])
+def test_calls_over_several_hosts(hosts: list[int]) -> None:
+    W = sum(hosts)
+    two_levels = sim.run(W, over_hosts, hosts=hosts, schedules=6)
+    xs = [torch.arange(12.0, dtype=torch.float64).view(6, 2) + rank for rank in range(W)]
+    whole, total = torch.cat([x[: r + 1] for r, x in enumerate(xs)]), torch.stack(xs).sum(0)
+    sums = sum(x @ torch.ones(2, 3).double() * (r + 1) for r, x in enumerate(xs))
+    for rank, (summed, gathered, part, product, chunk) in enumerate(two_levels):
+        assert torch.equal(summed, total) and torch.equal(gathered, whole)
+        assert torch.equal(part, total.chunk(W)[rank] if rank < len(total.chunk(W)) else total[:0])
+        assert torch.equal(product, whole @ torch.ones(2, 3).double() * (rank + 1))
+        chunks = sums.chunk(W)
+        assert torch.equal(chunk, chunks[rank] if rank < len(chunks) else sums[:0])
+
+
+def test_hosts_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [f"{__file__}:over_hosts", "--schedules", "2", "--hosts"]
+    assert cli.main([*asked, "2x2"]) == 0
+    assert "4 ranks, 2 schedules" in capsys.readouterr().out
+    for wrong in ("2", "0x2", "axb"):
+        with pytest.raises(SystemExit):
+            cli.main([*asked, wrong])
+        assert "hosts x ranks on each" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="add up to 3"):
+        sim.run(3, over_hosts, hosts=[2, 2])
