@@ -136,6 +136,7 @@ def packaged() -> list[str]:
     return [name for receipts in told for name in fused(receipts)]
 
 
+@pytest.mark.slow
 def test_graph_breaks_recompiles_and_regions(ranks: Any) -> None:
     for found in ranks(2, broken):
         assert found == BOTH * 2
