@@ -73,6 +73,9 @@ def _all_gather_matmul(
     sizes: list[int] | None = None,
     return_gathered: bool = False,
     keep_gathered: bool = False,
+    scale_a: torch.Tensor | None = None,
+    scale_b: list[torch.Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
     return_gathered |= keep_gathered
     sizes = even_sizes(x, group_name, gather_dim, sizes)
@@ -85,6 +88,9 @@ def _all_gather_matmul(
         gather_dim=gather_dim,
         sizes=sizes,
         return_gathered=return_gathered,
+        scale_a=scale_a,
+        scale_b=scale_b,
+        out_dtype=out_dtype,
     )
     results = [*result[1], result[0]] if return_gathered else result
     *ys, last = (planes_of(y, _rows_dim(x, gather_dim)) for y in results)
@@ -100,16 +106,18 @@ def _all_gather_matmul_fake(
     sizes: Any = None,
     return_gathered: bool = False,
     keep_gathered: bool = False,
+    *scales: Any,
 ) -> list[torch.Tensor]:
     length = sum(gathered_sizes(x.shape[gather_dim], group_name, sizes))
     gathered = planes(x, resized(x, gather_dim, length), gather_dim)
     rows = _rows_dim(x, gather_dim)
-    ys = [planes(x, [*gathered.shape[:-1], w.shape[1]], rows) for w in weights]
+    like = _in_dtype_of_product(x, *scales)
+    ys = [planes(like, [*gathered.shape[:-1], w.shape[1]], rows) for w in weights]
     return [*ys, gathered] if return_gathered or keep_gathered else ys
 
 
 def _all_gather_matmul_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weights, biases, ctx.group_name, ctx.dim, sizes, ctx.returns, ctx.saves = inputs
+    x, weights, biases, ctx.group_name, ctx.dim, sizes, ctx.returns, ctx.saves = inputs[:8]
     ctx.save_for_backward(output[-1] if ctx.saves else x, *weights)
     ctx.biased = [bias.numel() > 0 for bias in biases]
     ctx.sizes = gathered_sizes(x.shape[ctx.dim], ctx.group_name, sizes)
@@ -140,7 +148,7 @@ def _all_gather_matmul_grads(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, 
         dy.flatten(0, -2).sum(0) if biased and need else None
         for dy, biased, need in zip(dys, ctx.biased, needs_b, strict=False)
     ]
-    return dx, dws, dbs, None, None, None, None, None
+    return dx, dws, dbs, *[None] * 8
 
 
 def _all_gather_matmul_backward(
@@ -185,6 +193,9 @@ def _matmul_reduce_scatter(
     scatter_dim: int = 0,
     reduce_op: Any = "sum",
     wire_dtype: torch.dtype | None = None,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     y = reduce_scatter.matmul_reduce_scatter(
         x,
@@ -193,6 +204,9 @@ def _matmul_reduce_scatter(
         bias=bias,
         scatter_dim=scatter_dim,
         reduce_op=reduce_op,
+        scale_a=scale_a,
+        scale_b=scale_b,
+        out_dtype=out_dtype,
         wire_dtype=wire_dtype,
     )
     return planes_of(y, scatter_dim)
@@ -206,15 +220,16 @@ def _matmul_reduce_scatter_fake(
     scatter_dim: int = 0,
     reduce_op: str = "sum",
     wire_dtype: torch.dtype | None = None,
+    *scales: Any,
 ) -> torch.Tensor:
     rank, world_size = world_of(group_name)
     shape = [*x.shape[:-1], w.shape[1]]
     shape[scatter_dim] = chunk_sizes(shape[scatter_dim], world_size)[rank]
-    return planes(x, shape, scatter_dim)
+    return planes(_in_dtype_of_product(x, *scales), shape, scatter_dim)
 
 
 def _matmul_reduce_scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, w, _, *ctx.rest, _ = inputs
+    x, w, _, *ctx.rest = inputs[:6]
     ctx.save_for_backward(x, w)
 
 
@@ -225,7 +240,7 @@ def _matmul_reduce_scatter_grads(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tens
     computed = _ops.matmul_reduce_scatter_backward(
         x, w, dy, group_name, scatter_dim, reduce_op == "avg", needs
     )
-    return *spread(computed, needs), *[None] * 4
+    return *spread(computed, needs), *[None] * 7
 
 
 def _matmul_reduce_scatter_backward(
@@ -272,18 +287,44 @@ def _matmul_all_reduce(
     group_name: str,
     reduce_op: Any = "sum",
     wire_dtype: torch.dtype | None = None,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     return all_reduce.matmul_all_reduce(
-        x, w, group_name, bias=bias, reduce_op=reduce_op, wire_dtype=wire_dtype
+        x,
+        w,
+        group_name,
+        bias=bias,
+        reduce_op=reduce_op,
+        scale_a=scale_a,
+        scale_b=scale_b,
+        out_dtype=out_dtype,
+        wire_dtype=wire_dtype,
     )
 
 
-def _matmul_all_reduce_fake(x: torch.Tensor, w: torch.Tensor, *_: Any) -> torch.Tensor:
-    return x.new_empty([*x.shape[:-1], w.shape[1]])
+def _matmul_all_reduce_fake(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    group_name: str,
+    reduce_op: str = "sum",
+    wire_dtype: torch.dtype | None = None,
+    *scales: Any,
+) -> torch.Tensor:
+    return _in_dtype_of_product(x, *scales).new_empty([*x.shape[:-1], w.shape[1]])
+
+
+def _in_dtype_of_product(
+    x: torch.Tensor, scale_a: Any = None, scale_b: Any = None, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """x; of scaled fp8, an empty tensor in the dtype of the result."""
+    return x if scale_a is None else x.new_empty(0, dtype=out_dtype or torch.bfloat16)
 
 
 def _matmul_all_reduce_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, w, _, group_name, reduce_op, _ = inputs
+    x, w, _, group_name, reduce_op = inputs[:5]
     ctx.save_for_backward(x, w)
     ctx.scale = 1 / world_of(group_name)[1] if reduce_op == "avg" else None
 
@@ -295,7 +336,7 @@ def _matmul_all_reduce_grads(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor |
     dx = matmul(scaled, w.t()) if needs_x else None
     dw = matmul(as_rows(x).t(), as_rows(scaled)) if needs_w else None
     db = as_rows(dy).sum(0) if needs_b else None
-    return dx, dw, db, None, None, None
+    return dx, dw, db, *[None] * 6
 
 
 def _fused_all_gather_matmul(
@@ -320,7 +361,8 @@ def _fused_matmul_reduce_scatter(
 define(
     "all_gather_matmul(Tensor x, Tensor[] weights, Tensor[] biases, str group_name, "
     "int gather_dim=0, SymInt[]? sizes=None, bool return_gathered=False, "
-    "bool keep_gathered=False) -> Tensor[]",
+    "bool keep_gathered=False, Tensor? scale_a=None, Tensor[]? scale_b=None, "
+    "ScalarType? out_dtype=None) -> Tensor[]",
     _all_gather_matmul,
     _all_gather_matmul_fake,
 )
@@ -334,7 +376,8 @@ differentiate("all_gather_matmul", _all_gather_matmul_setup, _all_gather_matmul_
 
 define(
     "matmul_reduce_scatter(Tensor x, Tensor w, Tensor? bias, str group_name, "
-    "int scatter_dim=0, str reduce_op='sum', ScalarType? wire_dtype=None) -> Tensor",
+    "int scatter_dim=0, str reduce_op='sum', ScalarType? wire_dtype=None, Tensor? scale_a=None, "
+    "Tensor? scale_b=None, ScalarType? out_dtype=None) -> Tensor",
     _matmul_reduce_scatter,
     _matmul_reduce_scatter_fake,
 )
@@ -348,7 +391,8 @@ differentiate("matmul_reduce_scatter", _matmul_reduce_scatter_setup, _matmul_red
 
 define(
     "matmul_all_reduce(Tensor x, Tensor w, Tensor? bias, str group_name, "
-    "str reduce_op='sum', ScalarType? wire_dtype=None) -> Tensor",
+    "str reduce_op='sum', ScalarType? wire_dtype=None, Tensor? scale_a=None, "
+    "Tensor? scale_b=None, ScalarType? out_dtype=None) -> Tensor",
     _matmul_all_reduce,
     _matmul_all_reduce_fake,
 )

@@ -128,15 +128,6 @@ def scaling_of(
     return Scaling(rows, columns, out_dtype or torch.bfloat16)
 
 
-def refuse_traced(scaling: Scaling | None) -> None:
-    """Raise NotImplementedError for an fp8 call that is traced."""
-    if scaling is not None:
-        raise NotImplementedError(
-            f"calls with {FP8} cannot be traced: keep them out of what is compiled, with "
-            f"torch.compiler.disable"
-        )
-
-
 def scaled_products(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],

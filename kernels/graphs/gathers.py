@@ -28,7 +28,7 @@ from weft.kernels.graphs.chains import (
     shape,
     waited,
 )
-from weft.kernels.graphs.sums import PRODUCTS, Outcome, counted
+from weft.kernels.graphs.sums import PRODUCTS, Outcome, counted, is_plain, operands
 
 _ops: Any = torch.ops.weft
 
@@ -59,17 +59,18 @@ def gather(graph: Graph, node: Node) -> Outcome:
     if not x.meta["val"].is_floating_point():
         return "", f"of {x.meta['val'].dtype}", True
     order = {each: i for i, each in enumerate(graph.nodes)}
-    products = _together(products, order)
+    products = _together([p for p in products if _dtype(p) == _dtype(products[0])], order)
     others = {user for each in rows for user in each.users} - {*products, *rows}
     early = [*others, *whole.users] if others else []
     at = Builder(graph, min([*products, *early], key=order.__getitem__))
-    weights = [product.args[-1] for product in products]
+    weights = [operands(product)[1] for product in products]
+    scales = [scale for product in products if _is_scaled(product) for scale in product.args[2:4]]
     biases = [product.args[0] if _is_addmm(product) else None for product in products]
-    if not at.can_hoist([*weights, *biases]):
+    if not at.can_hoist([*weights, *biases, *scales]):
         return "", "what multiplies it is gathered later", True
     weights = [at.matrix(each) for each in at.hoisted(weights)]
     biases = at.hoisted(biases)
-    value = x.meta["val"]
+    value, scaling = x.meta["val"], _scaling(at, at.hoisted(scales), products[0])
     # The op takes an empty one in the place of none; packages of AOTInductor lose empty lists.
     none = at.call(aten.empty.memory_format, [0], dtype=value.dtype, device=value.device)
     given = [none if bias is None else bias for bias in biases]
@@ -84,6 +85,7 @@ def gather(graph: Graph, node: Node) -> Outcome:
         sizes,
         bool(others),
         False,
+        *scaling,
     )
     for i, product in enumerate(products):
         at.put(product, at.call(operator.getitem, made, i))
@@ -170,10 +172,35 @@ def _is_addmm(node: Node) -> bool:
     return is_call(node, aten.addmm.default)
 
 
+def _scaling(at: Builder, scales: list[Node], product: Node) -> list[Any]:
+    """scale_a, scale_b and out_dtype. A scale of this rank's for the rows of all goes with w."""
+    if not scales:
+        return []
+    one = at.call(
+        aten.full.default, [1], 1.0, dtype=torch.float32, device=scales[0].meta["val"].device
+    )
+    both = zip(scales[::2], scales[1::2], strict=True)
+    columns = [at.call(aten.mul.Tensor, column, row) for row, column in both]
+    return [one, columns, product.meta["val"].dtype]
+
+
+def _dtype(node: Node) -> torch.dtype:
+    dtype: torch.dtype = node.meta["val"].dtype
+    return dtype
+
+
+def _is_scaled(node: Node) -> bool:
+    return is_call(node, aten._scaled_mm.default)
+
+
 def _takes(product: Node, rows: Node) -> bool:
     """Whether it multiplies `rows` from the right, with no more than a bias of its columns."""
     if is_call(product, aten.mm.default):
         return product.args[0] is rows and product.args[1] is not rows
+    if _is_scaled(product):
+        scale: Any = product.args[2]
+        one = scale.meta["val"].numel() == 1  # of rows, they would have to be gathered
+        return product.args[0] is rows and product.args[1] is not rows and one and is_plain(product)
     if is_call(product, aten.bmm.default):  # of one matrix, as torch.einsum makes it
         return product.args[0] is rows and shape(rows)[0] == 1
     if not _is_addmm(product) or product.args[1] is not rows or product.kwargs:

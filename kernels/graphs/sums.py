@@ -20,6 +20,7 @@ import torch
 from torch.fx import Graph, Node
 
 from weft.collectives.custom_ops import world_of
+from weft.kernels.engine.fp8 import FP8
 from weft.kernels.graphs.building import Builder, erase
 from weft.kernels.graphs.chains import (
     aten,
@@ -36,7 +37,7 @@ from weft.kernels.graphs.norms import normalize
 _ops: Any = torch.ops.weft
 # What a handler returns: the fused op, or nothing; why; whether a matmul stands beside.
 Outcome = tuple[str, str, bool]
-PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
+PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_mm.default)
 
 
 def counted(count: int, what: str) -> str:
@@ -136,10 +137,30 @@ def _scaled(at: Builder, made: Node, factors: list[Node]) -> Node:
 
 def _one(at: Builder, product: Node, whole: Node, target: Any, *rest: Any) -> Node:
     """The op on what `product` multiplies."""
-    x, w = map(at.matrix, product.args[-2:])
-    sent = whole.meta["val"].dtype
-    wire = sent if sent.itemsize < product.meta["val"].dtype.itemsize else None
-    return at.call(target, at.as_batch(x, whole), w, _bias(product), *rest, wire_dtype=wire)
+    x, w = map(at.matrix, operands(product))
+    sent, dtype = whole.meta["val"].dtype, product.meta["val"].dtype
+    wire = sent if sent.itemsize < dtype.itemsize else None
+    scales = {}
+    if is_call(product, aten._scaled_mm.default):
+        rows, columns = product.args[2:4]
+        assert isinstance(rows, Node)
+        rows = rows if rows.meta["val"].numel() == 1 else at.as_batch(rows, whole)
+        scales = {"scale_a": rows, "scale_b": columns, "out_dtype": dtype}
+    x = at.as_batch(x, whole)
+    return at.call(target, x, w, _bias(product), *rest, wire_dtype=wire, **scales)
+
+
+def operands(product: Node) -> Any:
+    """x and w."""
+    return product.args[1:3] if is_call(product, aten.addmm.default) else product.args[:2]
+
+
+def is_plain(scaled: Node) -> bool:
+    """Whether a scaled product is one that the ops take: of e4m3, with no more than scales."""
+    both = {each.meta["val"].dtype for each in scaled.all_input_nodes[:2]}
+    named = zip(scaled.target._schema.arguments, scaled.args, strict=False)  # type: ignore[union-attr]
+    given = {argument.name: value for argument, value in named} | scaled.kwargs
+    return both == {FP8} and given.get("bias") is None and given.get("scale_result") is None
 
 
 def _bias(product: Node) -> Any:
@@ -167,7 +188,7 @@ def _several(
     """This rank's part, along `dim`, of the sum of the products of all ranks."""
     dys, weights = [], []
     for product in products:
-        x, w = map(at.matrix, product.args[-2:])
+        x, w = map(at.matrix, operands(product))
         dys.append(at.as_batch(x, whole))
         weights.append(at.call(aten.permute.default, w, [1, 0]))
     sizes = at.sizes(whole)
@@ -221,10 +242,13 @@ def terms_of(collective: Node, whole: Node) -> tuple[list[Node], str]:
         return [], _NO_PRODUCT
     dtypes = {term.meta["val"].dtype for term in terms}
     sent = whole.meta["val"].dtype
+    scaled = [term for term in terms if is_call(term, aten._scaled_mm.default)]
     if op not in ("sum", "avg"):
         refusals.insert(0, f"a matmul cannot be fused with {op!r}")
     elif any(is_call(t, aten.addmm.default) and not _adds_share(t, op, parts) for t in terms):
         refusals.insert(0, "each rank adds a bias of its own")
+    elif scaled and (len(terms) > 1 or not all(map(is_plain, scaled))):
+        refusals.insert(0, "of scaled products, one of e4m3 without a bias is fused")
     elif others:
         refusals.insert(0, "each rank adds what no matmul makes")
     elif not all(keeps_columns(term, whole) for term in terms) or len(shape(whole)) < 2:

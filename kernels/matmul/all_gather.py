@@ -36,7 +36,7 @@ from weft.kernels.engine import epilogues
 from weft.kernels.engine.autocast import autocast, outside_autocast
 from weft.kernels.engine.engines import choose, record_backward, refuse_second_order
 from weft.kernels.engine.epilogues import Activation
-from weft.kernels.engine.fp8 import refuse_traced, scaled_products, scaling_of
+from weft.kernels.engine.fp8 import scaled_products, scaling_of
 from weft.kernels.engine.local_matmul import (
     as_rows,
     check_operands,
@@ -126,11 +126,20 @@ def all_gather_matmul(
     needs_w = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
     saves = bool(keep_gathered) and needs_w
     if is_call_traced(x):  # see `custom_ops`
-        refuse_traced(scaling)
+        columns = scaling and scaling.columns
         traced = torch.ops.weft.all_gather_matmul(
-            x, weights, _listed(x, biases), group_name(group), gather_dim, sizes, return_gathered,
+            x,
+            weights,
+            _listed(x, biases),
+            group_name(group),
+            gather_dim,
+            sizes,
+            return_gathered,
             saves,
-        )  # fmt: skip
+            scale_a,
+            columns,
+            out_dtype,
+        )
         ys = epilogues.activate(traced[: len(weights)], activation)
         y = ys[0] if single or activation == "swiglu" else ys
         return (traced[-1], y) if return_gathered else y

@@ -29,7 +29,7 @@ from weft.collectives.ranks.group import GroupLike, group_name
 from weft.collectives.ranks.traced import is_call_traced
 from weft.kernels.engine.autocast import outside_autocast
 from weft.kernels.engine.engines import Problem, RunnableEngine, choose
-from weft.kernels.engine.fp8 import Scaling, refuse_traced, scaled_partial, scaling_of
+from weft.kernels.engine.fp8 import Scaling, scaled_partial, scaling_of
 from weft.kernels.engine.local_matmul import (
     SumOp,
     as_rows,
@@ -202,10 +202,10 @@ class FusedSum:
         scaling = scaling_of(self.name, x, [w], [bias, residual], *scales)
         dtype = scaling.out_dtype if scaling else x.dtype
         if is_call_traced(x):  # see `custom_ops`
-            refuse_traced(scaling)
             cut = () if dim is None else (dim,)
             op = getattr(torch.ops.weft, self.name)
-            traced: torch.Tensor = op(x, w, bias, group_name(group), *cut, reduce_op, wire_dtype)
+            rest = *cut, reduce_op, wire_dtype, *scales
+            traced: torch.Tensor = op(x, w, bias, group_name(group), *rest)
             return traced if residual is None else traced + residual
         group = resolve(group)
         operands = ("x", (*x.shape[:-1], "*")), ("w", ("*", *w.shape[1:]))

@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 import weft
+from weft.kernels.engine.fp8 import FP8
 from weft.kernels.graphs.backend import CompilePass
 from weft.kernels.graphs.receipts import Receipt, Receipts, keep, receipts_of
 from weft.kernels.graphs.rewriting import MissedFusionError
@@ -117,6 +118,12 @@ def mesh() -> DeviceMesh:
 
 def world() -> Any:
     return dist.group.WORLD
+
+
+def gather(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """all_gather_tensor, but torch 2.11 breaks graphs where that joins what it has gathered."""
+    whole: torch.Tensor = all_gather_tensor(x, 0, world())
+    return torch.cat(whole.chunk(dist.get_world_size()), dim) if dim else whole
 
 
 def own_part(seed: int) -> torch.Tensor:
@@ -238,22 +245,19 @@ def batches() -> list[Any]:
     torch.manual_seed(0)
     up, down = torch.randn(H, F), torch.randn(F, H)
 
-    def call(x: torch.Tensor, dim: int) -> torch.Tensor:
-        gathered = all_gather_tensor(x, dim, world())
-        y = torch.relu(gathered @ up) @ down
-        result: torch.Tensor = reduce_scatter_tensor(y, "sum", dim, world())
+    def call(x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(gather(x, 1) @ up) @ down
+        result: torch.Tensor = reduce_scatter_tensor(y, "sum", 1, world())
         return result
 
     fused = []
     for dynamic in (True, False):
-        # torch 2.11 traces no gathers of symbols along another dim than the first.
-        dim = 0 if dynamic and torch.__version__ < "2.13" else 1
         graphs: list[Receipts] = []
         torch._dynamo.reset()
         compiled = torch.compile(call, backend=by_pass(True, graphs), dynamic=dynamic)
         for shape in (2, 3, H), (3, 5, H), (1, 4, H):
             x = torch.randn(shape)
-            torch.testing.assert_close(compiled(x, dim), call(x, dim), rtol=2e-5, atol=2e-5)
+            torch.testing.assert_close(compiled(x), call(x), rtol=2e-5, atol=2e-5)
         fused.append([(receipts.fused, len(receipts)) for receipts in graphs])
     return fused
 
@@ -280,13 +284,13 @@ def chains() -> list[Any]:
     half = torch.bfloat16
 
     def einsum(x: torch.Tensor) -> torch.Tensor:
-        y = torch.einsum("bsh,hf->bsf", all_gather_tensor(x, 1, world()), up).relu()
+        y = torch.einsum("bsh,hf->bsf", gather(x, 1), up).relu()
         y = torch.einsum("bsf,fh->bsh", y, down)
         result: torch.Tensor = reduce_scatter_tensor(y, "sum", 1, world())
         return result
 
     def cast_up(x: torch.Tensor) -> torch.Tensor:
-        y = torch.relu(all_gather_tensor(x, 1, world()).to(half) @ up.to(half)) @ down.to(half)
+        y = torch.relu(gather(x, 1).to(half) @ up.to(half)) @ down.to(half)
         result: torch.Tensor = reduce_scatter_tensor(y.float(), "sum", 1, world())
         return result
 
@@ -334,7 +338,7 @@ def contractions() -> list[Any]:
     x, dy = own_part(1), torch.randn(B, 2 * S, F, generator=torch.Generator().manual_seed(2))
 
     def gathered(dim: int, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = all_gather_tensor(x, dim, world()).flatten(0, -2)
+        result: torch.Tensor = gather(x, dim).flatten(0, -2)
         return result
 
     def of_linear(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
@@ -450,3 +454,61 @@ def test_receipts_of_what_is_decorated() -> None:
     told = Receipts([Receipt("all_reduce", ("2",), "", "no matmul makes what it adds up")])
     keep(decorated.__code__, told)
     assert receipts_of(decorated) == told and receipts_of(forward) == ()
+
+
+def scaled() -> list[Any]:
+    """Of e4m3: x is gathered, or its columns are this rank's."""
+    same = torch.Generator().manual_seed(3)
+
+    def fp8(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=same).to(FP8)
+
+    parts, rank = dist.get_world_size(), dist.get_rank()
+    xs, ws = fp8(parts, 16, 32), fp8(parts, 48, 32)
+    x, w, one = xs[rank], ws[rank].t(), torch.tensor(0.5)
+    rows, columns = torch.rand(16, 1, generator=same), torch.rand(1, 48, generator=same)
+
+    def product(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch._scaled_mm(x, w, a * (rank + 1), b, out_dtype=torch.bfloat16)
+
+    def gathered(x: torch.Tensor) -> torch.Tensor:
+        return product(all_gather_tensor(x, 0, world()), one, one)
+
+    def scattered(x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = reduce_scatter_tensor(product(x, rows, columns), "sum", 0, world())
+        return result
+
+    def summed(x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = all_reduce(product(x, rows, columns).view(2, 8, 48), "sum", world())
+        return result
+
+    def plain(i: int, j: int) -> torch.Tensor:
+        return xs[i].float() @ ws[j].float().t() * (j + 1)
+
+    total = torch.stack([plain(i, i) for i in range(parts)]).sum(0) * rows * columns
+    wanted = [
+        torch.cat([plain(i, rank) for i in range(parts)]) * one * one,
+        total.chunk(parts)[rank],
+        total.view(2, 8, 48),
+    ]
+    found = []
+    for call, exact in zip((gathered, scattered, summed), wanted, strict=True):
+        graphs: list[Receipts] = []
+        torch._dynamo.reset()
+        made = torch.compile(call, backend=by_pass(True, graphs), fullgraph=True)(x)
+        torch.testing.assert_close(made.float(), exact, rtol=2e-2, atol=1e-1)
+        found += [r.fused for receipts in graphs for r in receipts]
+
+    def by_hand(x: torch.Tensor) -> list[torch.Tensor]:
+        scales = {"scale_a": rows, "scale_b": columns, "out_dtype": torch.float32}
+        made = [op(x, w, **scales) for op in (weft.matmul_reduce_scatter, weft.matmul_all_reduce)]
+        return [*made, weft.all_gather_matmul(x, w, sizes=[16] * parts, **scales)]
+
+    traced = torch.compile(by_hand, backend="aot_eager", fullgraph=True)(x)
+    torch.testing.assert_close(traced, by_hand(x), rtol=0, atol=0)
+    return found
+
+
+def test_scaled_products_of_fp8(ranks: Any) -> None:
+    for found in ranks(2, scaled):
+        assert found == ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
