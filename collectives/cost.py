@@ -1,27 +1,20 @@
 """What this machine can do: rates by which engines are chosen, measured once and kept.
 
 The first call that has to choose measures them, on all ranks of its group at the same time: the
-least times of several rounds, as other work only adds to them. Rank 0 keeps the result in
-WEFT_CACHE_DIR and nowhere else if that is set; if not, in ~/.cache/weft or, where that cannot be
-written, in a folder of the user's own for temporary files. Every rank uses rank 0's numbers, so
-that all choose alike. The load of the machine is kept beside them: rates taken under load are
-measured again by later processes that find it lower, three times in all. `weft bench calibrate`
-measures again in any case, as does deleting the file.
+least times of several rounds, as other work only adds to them. Rank 0 keeps the result in a file
+(`kept_files`), and every rank uses its numbers, so that all choose alike. The load of the machine
+is kept beside them: rates taken under load are measured again by later processes that find it
+lower, three times in all. `weft bench calibrate` measures again in any case, as does deleting the
+file.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import math
 import os
 import platform
-import stat
-import tempfile
 import time
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import lru_cache, partial
@@ -32,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from weft import settings
+from weft.collectives import kept_files
 from weft.collectives.memory.exchange import exchange
 from weft.collectives.memory.workspace import give_back
 from weft.collectives.ranks.group import (
@@ -148,9 +142,9 @@ def machine(group: Group, device: torch.device) -> Machine:
     found = _machines.get((group, device.type))
     if found is None:
         fields = Machine.__dataclass_fields__
-        kept = _load(_name_for(group, device), fields) if group.rank == 0 else None
+        kept = kept_files.load(_name_for(group, device), fields) if group.rank == 0 else None
         tries = kept["tries"] if kept else 0
-        if kept and _may_be_better_now(kept):
+        if kept and (_may_be_better_now(kept) or len(kept["between"]) != len(group.hosts)):
             kept = None
         if (kept := _of_first(group, kept)) is None:
             return calibrate(group, device, tries + 1)
@@ -165,7 +159,7 @@ def calibrate(group: Group, device: torch.device, tries: int = 1) -> Machine:
         measured = replace(_measure(group, device), load=round(load, 2), tries=tries)
         rates = _of_first(group, asdict(measured))
     if group.rank == 0:
-        _save(_name_for(group, device), rates)
+        kept_files.save(_name_for(group, device), rates)
         told = group.world_size, time.monotonic() - start, file_of(group, device) or "no file"
         _logger.info("rates of %d ranks measured in %.2f s, kept in %s", *told)
     forget_rates(group)
@@ -193,12 +187,12 @@ def _of_first(group: Group, value: Any) -> Any:
 
 def file_of(group: Group, device: torch.device) -> Path | None:
     """The file that keeps the rates, if there is one."""
-    files = [folder / _name_for(group, device) for folder in _folders()]
+    files = [folder / _name_for(group, device) for folder in kept_files.folders()]
     return next(filter(os.path.isfile, files), None)
 
 
 def _name_for(group: Group, device: torch.device) -> str:
-    conditions = _digest(
+    conditions = kept_files.digest(
         torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
         torch.__version__,
         torch.get_num_threads(),
@@ -222,80 +216,6 @@ def _cpu_name() -> str:
 _CPU_FIELDS = ("model name", "cpu family", "model\t", "stepping")
 
 
-def _digest(*conditions: object) -> str:
-    return hashlib.sha256(repr(conditions).encode()).hexdigest()[:16]
-
-
-def _folders() -> list[Path]:
-    """Where measurements are looked for and kept, first choice first.
-
-    Not where others could put them; a folder that the user has named is the user's to trust.
-    """
-    folders = []
-    with suppress(RuntimeError):  # a user without a home, as in containers
-        folders.append(settings.cache_dir())
-    if settings.cache_dir_is_set():
-        return folders
-    with suppress(FileNotFoundError):
-        folders.append(Path(tempfile.gettempdir()) / f"weft-{os.getuid()}")
-    return [folder for folder in folders if _is_ours(folder)]
-
-
-def _is_ours(folder: Path) -> bool:
-    """Whether nobody else may have put there what is in a folder, or would come to be in it."""
-    try:
-        found = folder.lstat()  # a link, which anybody can make in /tmp, is no folder
-    except OSError:
-        return True  # there is none, or none to be read
-    mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-    return mine and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-
-
-def _load(name: str, fields: Collection[str]) -> dict[str, Any] | None:
-    for folder in _folders():
-        with suppress(OSError, ValueError, RecursionError):
-            kept: Any = json.loads((folder / name).read_text())
-            if isinstance(kept, dict) and kept.keys() == set(fields) and _are_rates(kept):
-                return kept
-    return None
-
-
-def _are_rates(kept: dict[str, Any]) -> bool:
-    """Whether values are what measuring could give: NaN, say, would choose any engine."""
-
-    def is_rate(name: str, value: Any) -> bool:
-        if name == "flops":
-            if not isinstance(value, dict) or str(torch.float32) not in value:
-                return False
-            return all(is_rate("", each) and each > 0 for each in value.values())
-        if name == "between":
-            return isinstance(value, list) and all(is_rate("", n) for row in value for n in row)
-        return type(value) in (int, float) and 0 <= value < math.inf
-
-    return all(is_rate(name, value) for name, value in kept.items())
-
-
-def _save(name: str, rates: dict[str, Any], *, first: bool = False) -> None:
-    """Keep `rates`: with `first`, only if nothing is kept there."""
-    for folder in _folders():
-        # Several groups may write at once; a reader sees one whole file or the other.
-        part = folder / f"{name}.{os.getpid()}"
-        with suppress(OSError):  # a read-only home, or a full one
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not (settings.cache_dir_is_set() or _is_ours(folder)):
-                continue  # somebody has been quicker
-            part.write_text(json.dumps(rates, indent=1))
-            try:
-                if first:
-                    with suppress(FileExistsError):
-                        (folder / name).hardlink_to(part)
-                else:
-                    part.replace(folder / name)
-                return
-            finally:
-                part.unlink(missing_ok=True)
-
-
 def onednn_is_quicker() -> bool:
     """Whether oneDNN multiplies fp32 on this CPU so much faster than what torch.mm uses that its
     errors, up to 2.3 times as large, are worth it.
@@ -315,8 +235,8 @@ def _compared_matmuls() -> dict[str, Any]:
     """Measured once on a machine and kept: the libraries that it decides on round differently, and
     results must be the same from run to run, and from rank to rank.
     """
-    name = f"matmul-{_digest(_cpu_name(), torch.__version__, 'onednn_gain')}.json"
-    kept = _load(name, _UNMEASURED)
+    name = f"matmul-{kept_files.digest(_cpu_name(), torch.__version__, 'onednn_gain')}.json"
+    kept = kept_files.load(name, _UNMEASURED)
     if kept is None:
         onednn = torch.backends.mkldnn.is_available()
         with unwatched():
@@ -327,8 +247,8 @@ def _compared_matmuls() -> dict[str, Any]:
                 "bfloat16_gain": fp32_us / _timed(lambda: halves @ halves, 9),
             }
         # Of ranks that measure at the same time, all use the results of one.
-        _save(name, measured, first=True)
-        kept = _load(name, measured) or _UNMEASURED
+        kept_files.save(name, measured, first=True)
+        kept = kept_files.load(name, measured) or _UNMEASURED
     return kept
 
 
@@ -451,20 +371,20 @@ def _measure(group: Group, device: torch.device) -> Machine:
         parts = [torch.empty_like(part) for _ in range(group.world_size)]
         dist.all_gather(parts, part, group=pg)
 
-    def affordable(call: Callable[[int], object]) -> int:
-        """Bytes of which `call` takes as long as rates want, on any rank, or `nbytes`."""
+    def affordable(call: Callable[[int], object], enough_us: float) -> int:
+        """Bytes of which `call` takes so long on any rank, or `nbytes`."""
         sent = _LEAST_BYTES
         while sent < nbytes:
             us = torch.tensor(timed(partial(call, sent), 1), device=device)
             dist.all_reduce(us, dist.ReduceOp.MAX, group=pg)
-            if float(us) > _ENOUGH_US:
+            if float(us) > enough_us:
                 break
             sent *= 4
         return sent
 
     wire_us = timed(lambda: gather(source[:64]), 5, 8)
     # Networks may be slow.
-    sent = nbytes if near is group else affordable(lambda n: gather(source[:n]))
+    sent = nbytes if near is group else affordable(lambda n: gather(source[:n]), _ENOUGH_US)
     whole_us = timed(lambda: gather(source[:sent]), 3, 2)
     wire = sent * (group.world_size - 1) / max(whole_us - wire_us, 1.0)
     rates = Machine(flops, copy, sync_us, wire, wire_us)
@@ -484,18 +404,21 @@ def _with_hosts(
     group: Group,
     pg: Any,
     source: torch.Tensor,
-    affordable: Callable[[Callable[[int], object]], int],
+    affordable: Callable[[Callable[[int], object], float], int],
     timed: Callable[..., float],
 ) -> Machine:
     """With what crosses: all ranks hear from one other host at a time."""
 
     def shift(step: int, nbytes: int) -> None:
         sends, receives = ([nbytes * n for n in each] for each in rails(group, step))
-        out, x = source.new_empty(sum(receives)), source[:nbytes].repeat(sum(map(bool, sends)))
+        hearing = sum(map(bool, sends))
+        x = source[:nbytes] if hearing == 1 else source[:nbytes].repeat(hearing)
+        out = source.new_empty(sum(receives))
         dist.all_to_all_single(out, x, receives, sends, group=pg)
 
-    us = timed(lambda: shift(1, 64), 5, 4)
-    sent, H = affordable(lambda n: shift(1, n)), len(group.hosts)
+    H, us = len(group.hosts), timed(lambda: shift(1, 64), 5, 4)
+    # Of many hosts there are many pairs.
+    sent = affordable(lambda n: shift(1, n), max(_ENOUGH_US / (H - 1), _ENOUGH_US / 10))
     heard = [sent / max(timed(lambda s=s: shift(s, sent), 2) - us, 1.0) for s in range(1, H)]
     told = group.gather_objects((heard, us, rates.copy, rates.sync_us), "rates between hosts")
     between = [[0.0] * H for _ in range(H)]

@@ -125,10 +125,11 @@ class DTensor(torch.Tensor):
             placements: one per mesh dim; default: `Replicate` on all.
             run_check: compare shapes, dtypes and requires_grad across ranks, and make replicas
                 equal to the first rank's. This communicates.
-            shape, stride: of the global tensor, both or none. Without them the ranks of one host
-                exchange the lengths of their shards (3 us on top of waiting for the last rank);
-                over several hosts every shard is assumed to be as long as this one. A graph of
-                torch.compile assumes so too, and raises if it is not the case.
+            shape, stride: of the global tensor, both or none. Without them the ranks exchange the
+                lengths of their shards (3 us on top of waiting for the last rank; over several
+                hosts a small collective); on GPUs of several hosts every shard is assumed to be as
+                long as this one. A graph of torch.compile assumes so too, and raises if it is not
+                the case.
             grad_placements: of the gradient that arrives here, before its local part is passed on.
                 Default: `placements`, with `Replicate` for `Partial`.
 

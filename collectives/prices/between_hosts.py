@@ -82,8 +82,10 @@ def _in_two_levels(op: str, group: Group, rates: cost.Machine) -> Line:
             shares = dict.fromkeys(shares, len(here) / W)
         elif op == "broadcast":  # all of it, from one of them
             shares = dict.fromkeys(shares, 1 / len(shares))
-        through = sum(share / rates.between[source][target] for source, share in shares.items())
+        through = sum(
+            share / max(rates.between[source][target], 1e-9) for source, share in shares.items()
+        )
         between = max(between, through / len(here))
-    inside = 1 / rates.copy
+    inside = 1 / max(rates.copy, 1e-9)
     start = rates.between_us + 2 * len(hosts) * rates.sync_us
     return Line(start, between + inside, between, inside)

@@ -24,7 +24,7 @@ from weft.collectives.ranks.group import forget_meshes, resolve
 from weft.collectives.ranks.traced import is_traced
 from weft.dtensor.layout.boxes import Layout, contiguous_layout, layout_of
 from weft.dtensor.layout.placements import Placements, is_shard, shard_dim, show
-from weft.dtensor.move.custom_ops import layout_name
+from weft.dtensor.move.custom_ops import layout_name, tell_lengths
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -100,7 +100,7 @@ def _who_agrees(even: Layout) -> tuple[Group | None, str]:
     if not even.cut_dims or even.index is None:
         return None, ""
     group = spanning_group(even.mesh)
-    if group.why or group.world_size == 1:
+    if group.world_size == 1 or not tell_lengths(group):
         return None, ""
     fixed = [size for dim, size in enumerate(even.shape) if dim not in even.cut_dims]
     return group, f"from_local({even.dtype}, other dims {fixed}, {show(even.placements)})"

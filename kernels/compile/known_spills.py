@@ -12,10 +12,10 @@ _BYTES = {
     ("sm_90", "dispatch_kernel", "experts, kept"): 80,  # by 3.9; 24 and 32 by the others
     ("sm_80", "_ring_attention_kernel", "attention, packed"): 88,
     ("sm_80", "_head_attention_backward_kernel", "attention by heads"): 8,
-    ("sm_80", "_head_attention_backward_kernel", "attention by heads, packed"): 56,
+    ("sm_80", "_head_attention_backward_kernel", "attention by heads, packed"): 16,
     ("sm_80", "_head_attention_backward_kernel", "attention by heads, D 256"): 56,
-    ("sm_100", "_ring_attention_backward_kernel", "attention"): 24,
-    ("sm_100", "_ring_attention_backward_kernel", "attention, packed"): 32,
+    ("sm_90", "_head_attention_kernel", "attention by heads, D 256"): 8,
+    ("sm_90", "_head_attention_kernel", "attention by heads, D 64, packed"): 32,
     ("sm_100", "_head_attention_kernel", "attention by heads"): 8,
 }
 # Gradients on sm_90, by the width of heads. Of 128, also in the loop over queries: quicker

@@ -7,7 +7,7 @@ tiles do.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -76,6 +76,8 @@ def combine_config(
     weighers = max(1, programs // 4) if tokens <= FEW else 0
     if chip is INTERPRETER:
         return CombineConfig(tiling, programs, 4, 32, weighers=weighers)
+    if weighers and not aligned:  # else they spill
+        tiling = replace(tiling, block_n=min(tiling.block_n, 32))
     weigh_h = min(triton.next_power_of_2(H), 256 * 16 // dtype.itemsize)
     weigh_t = max(1, 256 // weigh_h)
     descriptors = chip.descriptors and dtype != torch.float32

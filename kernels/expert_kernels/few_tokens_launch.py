@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -75,6 +75,9 @@ def few_config(
         pair=pair,
         keep_sums=keep_sums,
     )
+    tiling = like.tiling
+    if chip is not INTERPRETER and dtype == torch.float32 and not aligned:  # else they spill
+        tiling = replace(tiling, block_n=min(tiling.block_n, 16))
     programs = max(3, chip.programs)
     senders = max(1, min(tokens, programs // 8, 256 // world_size))
     ids = triton.next_power_of_2(max(1, world_size * tokens * top_k))
@@ -84,9 +87,9 @@ def few_config(
         top_k=top_k,
         lanes_k=triton.next_power_of_2(top_k),
         block=8 if chip is INTERPRETER else min(ids, 1024),
-        copy_n=16 if chip is INTERPRETER else 512 * like.tiling.num_warps // dtype.itemsize,
+        copy_n=16 if chip is INTERPRETER else 512 * tiling.num_warps // dtype.itemsize,
     )
-    return FewConfig(like.tiling, programs, roles, like.descriptors)
+    return FewConfig(tiling, programs, roles, like.descriptors)
 
 
 def few_bytes(

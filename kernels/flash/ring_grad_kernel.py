@@ -78,26 +78,21 @@ def _tiles(
     if chip is INTERPRETER:
         block = 16 if rows <= 16 else 32
         return block, block, block, block, 8, 3
-    width = 64 if D <= 64 else 128 if D <= 128 else 256
     if dtype == torch.float32:
         wide_warps = 4 if chip.is_amd else 8
         return (16, 32, 32, 16, 4, 1) if D <= 128 else (16, 16, 16, 16, wide_warps, 1)
     if chip.is_amd:
         return (32, 64, 64, 32, 4, 1) if D <= 128 else (16, 32, 32, 16, 4, 1)
     if chip.name.startswith("sm_10"):
-        return {
-            64: (64, 64, 64, 64, 8, 1),  # all products by tcgen05
-            128: (16, 64, 64, 32, 8, 1),
-            256: (32, 32, 32, 32, 8, 1),
-        }[width]
-    if chip.family == "sm_80" and D <= 128:
-        # 32 x 64 spill 168 and 8 bytes here.
-        return (32, 32, 32, 32, 8, 2) if D <= 64 else (16, 64, 64, 32, 8, 2)
+        # By tcgen05, but for heads wider than 128.
+        return (64, 64, 64, 64, 8, 1) if D <= 128 else (32, 32, 32, 32, 8, 1)
+    if chip.family == "sm_80" and D <= 64:
+        return 32, 32, 32, 32, 8, 2  # 64 keys spill 56 bytes
     if chip.name == "sm_90" and D <= 128:
         # With 128 keys each of two warp groups has rows of its own. Where D is above 64 it spills,
         # and yet was the quickest of 12 on an H200 (4,096 tokens, 32 heads of 128 on 8).
         return 64, 128, 128, 64 if D <= 64 else 32, 8, 3
-    return (32, 64, 64, 32, 8, 2) if D <= 128 else (16, 32, 32, 16, 8, 2)
+    return (32, 64, 64, 32, 8, 2) if D <= 128 else (16, 32, 32, 32, 8, 2)
 
 
 def workspace_for(k: torch.Tensor, group: Group, geometry: Geometry) -> Workspace:

@@ -68,6 +68,8 @@ def head_grad_config(
     # More is kept in registers here than in `ring_grad_kernel`, whose tiles spill 8 to 72 bytes.
     if D > 128:
         config = replace(config, copy_m=16)
+    if D > 64 and dtype.itemsize == 2 and chip.family == "sm_80":
+        config = replace(config, dkv_m=16, dq_n=32 if D <= 128 else 16)
     if D > 64 and dtype == torch.float32 and chip.name.startswith("sm_10"):
         config = replace(config, num_warps=8)
     return config

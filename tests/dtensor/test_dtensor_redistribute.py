@@ -61,6 +61,9 @@ def test_all_pairs(mesh: Any, shape: tuple[int, ...], reach: bool) -> None:
 def over_hosts_body(sizes: tuple[int, ...], layout: str) -> None:
     with on_hosts(layout):
         mesh = init_device_mesh("cpu", sizes)
+        part = torch.arange(7).tensor_split(mesh.size())[torch.distributed.get_rank()]
+        uneven = DTensor.from_local(part, init_device_mesh("cpu", (mesh.size(),)), [Shard(0)])
+        assert torch.equal(uneven.full_tensor(), torch.arange(7))
         all_pairs(mesh, (6, 5))
         x = distribute_tensor(torch.randn(6, 5), mesh, [Shard(1)] * mesh.ndim, src_data_rank=None)
         told = weft.explain(lambda: x.redistribute(placements=[Replicate()] * mesh.ndim))

@@ -13,6 +13,7 @@ from pathlib import Path
 from command_line import odd_file
 
 from weft.collectives import cost
+from weft.collectives import kept_files as files
 from weft.kernels.engine import kernel_rates, tuning
 from weft.kernels.engine.chips import Tiling
 
@@ -39,7 +40,7 @@ def kept_files(chance: random.Random, folder: Path) -> Iterator[None]:
         for i in range(_EACH):
             name, made = f"rates{i}.json", odd_file(chance, rates)
             (folder / name).write_bytes(made)
-            kept = cost._load(name, cost.Machine.__dataclass_fields__)
+            kept = files.load(name, cost.Machine.__dataclass_fields__)
             if kept is not None:
                 numbers = [*kept["flops"].values(), *(v for k, v in kept.items() if k != "flops")]
                 assert all(0 <= number < math.inf for number in numbers), kept

@@ -163,13 +163,25 @@ def check_sm_90(found: list[dict[str, Any]]) -> None:
             assert each["rate"] == 1.0, each
 
 
+def check_gradients(found: list[dict[str, Any]]) -> None:
+    """lse and delta come by a copy each, and tiles let the matrix units work."""
+    gradients = [
+        r for r in found if "attention_backward" in r["kernel"] and r["flops"] == 8 * 64 * 128**2
+    ]
+    assert {r["kernel"][1:5] for r in gradients} == {"ring", "head"}
+    for each in gradients:
+        assert each["copies"] == 10 and each["rate"] >= 0.8, each
+
+
 def test_gathered_rows_come_by_tma():
     check_sm_90(loops("sm_90", "up, by copy engines", "gate and up, by copy engines"))
 
 
 @pytest.mark.sweep
 def test_all_loops():
-    check_sm_90(loops("sm_90"))
+    found = loops("sm_90")
+    check_sm_90(found)
+    check_gradients(found)
     for arch in ("sm_80", "sm_100", "gfx942"):
         found = loops(arch)
         plain = found[0]

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import weft
 from tools import scaling_page
 from weft import settings, sim
-from weft.collectives import Group, cost, resolve
+from weft.collectives import Group, cost, kept_files, resolve
 from weft.collectives.prices.hardware import H100, H200, named
 from weft.dtensor import DTensor, Shard
 from weft.kernels.engine import chips, engines, fp8, fused_times, kernel_rates, tuning
@@ -118,13 +118,16 @@ def test_a_cache_that_is_named_is_the_only_one(
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.delenv("WEFT_CACHE_DIR", raising=False)
-    for folder in cost._folders():
+    for folder in kept_files.folders():
         folder.mkdir(mode=0o700, parents=True)
         (folder / "machine.json").write_text(json.dumps(asdict(H100.rates())))
     fields = asdict(H100.rates())
-    assert len(cost._folders()) == 2 and cost._load("machine.json", fields)
+    assert len(kept_files.folders()) == 2 and kept_files.load("machine.json", fields)
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path / "fresh"))
-    assert cost._folders() == [tmp_path / "fresh"] and cost._load("machine.json", fields) is None
+    assert (
+        kept_files.folders() == [tmp_path / "fresh"]
+        and kept_files.load("machine.json", fields) is None
+    )
 
 
 def test_only_what_is_ours_and_possible_is_taken_from_a_cache(
@@ -134,27 +137,28 @@ def test_only_what_is_ours_and_possible_is_taken_from_a_cache(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.delenv("WEFT_CACHE_DIR", raising=False)
     rates = asdict(H100.rates())
-    cost._save("machine.json", rates)
-    home, temporary = cost._folders()
-    assert cost._load("machine.json", rates) == rates and home.stat().st_mode & 0o777 == 0o700
+    kept_files.save("machine.json", rates)
+    home, temporary = kept_files.folders()
+    assert kept_files.load("machine.json", rates) == rates and home.stat().st_mode & 0o777 == 0o700
     for name, value in (
         ("copy", math.nan), ("wire", math.inf), ("sync_us", -1.0), ("load", "0"), ("tries", True),
         ("flops", {}), ("flops", 1.0), ("flops", {"torch.float32": 0}),
+        ("between", [[0.0, 1.0]]), ("between", [1.0]), ("between", [[-1.0]]), ("between", None),
     ):  # fmt: skip
         (home / "machine.json").write_text(json.dumps({**rates, name: value}))
-        assert cost._load("machine.json", rates) is None, (name, value)
+        assert kept_files.load("machine.json", rates) is None, (name, value)
     home.chmod(0o770)
-    assert cost._folders() == [temporary]
-    cost._save("machine.json", rates)
-    assert cost._load("machine.json", rates) == rates
+    assert kept_files.folders() == [temporary]
+    kept_files.save("machine.json", rates)
+    assert kept_files.load("machine.json", rates) == rates
     temporary.rename(tmp_path / "elsewhere")
     temporary.symlink_to(tmp_path / "elsewhere")
-    assert cost._folders() == [] and cost._load("machine.json", rates) is None
+    assert kept_files.folders() == [] and kept_files.load("machine.json", rates) is None
     temporary.unlink()
     temporary.mkdir(mode=0o700)
-    assert cost._folders() == [temporary]
+    assert kept_files.folders() == [temporary]
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    assert cost._folders() == []
+    assert kept_files.folders() == []
 
 
 def test_what_is_told_of_prices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,11 +235,11 @@ def test_what_is_kept_is_taken_only_if_it_is_rates(
 ) -> None:
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path / "cache"))
     rates = asdict(H100.rates())
-    cost._save("machine.json", rates)
-    assert cost._load("machine.json", rates) == rates
+    kept_files.save("machine.json", rates)
+    assert kept_files.load("machine.json", rates) == rates
     text = changed if isinstance(changed, str) else json.dumps(rates | changed)
     (tmp_path / "cache" / "machine.json").write_text(text)
-    assert cost._load("machine.json", rates) is None
+    assert kept_files.load("machine.json", rates) is None
 
 
 def test_auto_chooses_alike_on_every_rank_and_keeps_what_it_measured(

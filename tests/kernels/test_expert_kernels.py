@@ -341,7 +341,7 @@ def test_against_float64(ranks, virtual_ranks, body, world_size):
 )
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_schedules_without_a_race(case, world_size):
-    sim.run(world_size, case, schedules=200, replay=True)
+    sim.run(world_size, case, schedules=200 if world_size == 2 else 2000, replay=True)
 
 
 @pytest.mark.sweep

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from test_hosts import on_hosts
 from test_ring_attention import (
     DTYPES,
     NEEDS,
@@ -167,9 +168,7 @@ def test_nothing_that_a_graph_cannot_capture(engine: weft.settings.Engine) -> No
                     op(q, k, v, sizes=sizes, cu_seqlens=documents).sum().backward()
 
 
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_two_dims(layout: str) -> None:
+def two_dims(layout: str) -> None:
     """Heads exchanged along one mesh dim, keys passed round along the other."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("hosts", "ranks"))
     host, rank = mesh.get_coordinate()
@@ -191,6 +190,23 @@ def test_two_dims(layout: str) -> None:
     torch.testing.assert_close(y, mine(out).float(), rtol=1e-5, atol=1e-5)
     for x, whole_x in zip(ours, expected, strict=True):
         torch.testing.assert_close(x.grad, mine(whole_x.grad).float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_two_dims(layout: str) -> None:
+    two_dims(layout)
+
+
+def on_two_hosts() -> None:
+    with on_hosts("AABB"):
+        told = weft.explain(lambda: [two_dims(layout) for layout in ("contiguous", "zigzag")])
+    ways = {(each.op, each.engine) for each in told}
+    assert {("ulysses_attention", "host"), ("ring_attention", "hosts")} <= ways, ways
+
+
+def test_heads_inside_hosts_and_a_ring_between(ranks: Any) -> None:
+    ranks(4, on_two_hosts)
 
 
 @pytest.mark.parametrize("engine", ["host", "generic"])

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -189,15 +189,19 @@ def test_results_are_bitwise_the_same_again(ranks: Any, layout: str) -> None:
     assert all(torch.equal(first, other) for (other,) in others)
 
 
-def lost_body() -> None:
+def lost_body(op: str) -> None:
     """A rank of another host stays away: the others say so within the bound."""
     with on_hosts("AABB"):
         x, w = torch.ones(4, 4), torch.ones(4, 4)
-        weft.all_gather_matmul(x, w, sizes=[4] * 4)
+        calls: dict[str, Callable[[], object]] = {
+            "all_gather_matmul": lambda: weft.all_gather_matmul(x, w, sizes=[4] * 4),
+            "all_reduce": lambda: weft.collectives.all_reduce(x),
+        }
+        calls[op]()
         with patch.dict("os.environ", WEFT_TIMEOUT_S="1.5"):
             if dist.get_rank() != 3:  # 2 waits inside its host, the others for both
                 with pytest.raises(weft.PeerTimeout) as caught:
-                    weft.all_gather_matmul(x, w, sizes=[4] * 4)
+                    calls[op]()
                 assert caught.value.absent == (3,), caught.value
             store: Any = dist.distributed_c10d._get_default_store()
             store.add("lost", 1)  # none ends before the others have looked who is there
@@ -205,8 +209,9 @@ def lost_body() -> None:
                 time.sleep(0.02)
 
 
-def test_a_rank_that_stays_away_is_named(own_ranks: Any) -> None:
-    own_ranks(4).run(lost_body, timeout_s=60)
+@pytest.mark.parametrize("op", ["all_gather_matmul", "all_reduce"])
+def test_a_rank_that_stays_away_is_named(own_ranks: Any, op: str) -> None:
+    own_ranks(4).run(lost_body, op, timeout_s=60)
 
 
 def on_real_hosts(part: str, *more: str) -> subprocess.CompletedProcess[str]:

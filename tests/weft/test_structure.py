@@ -30,7 +30,7 @@ BELOW = {
 # "." is the folder's own `__init__`. Each may import what stands in lines before its own.
 LEVELS = {
     "collectives": """
-        ranks profiled protocols
+        kept_files ranks profiled protocols
         topology
         device
         memory
