@@ -16,13 +16,14 @@ from weft.collectives.prices.hardware import Hardware
 from weft.collectives.protocols import KERNEL_SHARE, KERNEL_US
 from weft.kernels.engine.fused_times import TRITON_RATE
 
-# Of a network card, of rows that kernels send through it one by one. [set with all rows in sight]
+# [seen]: set with all rows in sight, none held out.
+# Of a network card, of rows that kernels send through it one by one. [seen]
 _RAIL_SHARE = 0.85
-# What unfused layers take beside their kernels: the host waits for counts. [set with all rows in sight]
+# What unfused layers take beside their kernels: the host waits for counts. [seen]
 _COUNTS_US = 110.0
 # Of the shorter of matmul and transfers, what is not hidden: as of `fused_times` of copy programs.
 _SHOWN = 0.25
-# Of products whose operands have a scale for each 128 numbers, relative to the library's. [set with all rows in sight]
+# Of products whose operands have a scale for each 128 numbers, to the library's. [seen]
 _SCALED_RATE = 0.75
 _SCALES = 1 + 4 / 128  # bytes of an e4m3 number and its share of a scale
 
