@@ -547,9 +547,11 @@ def few_dispatched(rank: int, ours: Modules = OURS) -> None:
         made = ours.few.launch_few_tokens(
             xs[rank] * 2**call, told.ids[rank], [w], ws, told.tokens, [2] * W, config=config
         )
+        torch.testing.assert_close(made.ys[0][: len(want)], want * 2**call)
+        if made.ys[0].isnan().any():  # a wait has failed, and an error tells of the integers
+            continue
         for got, column in zip(made.table, table, strict=True):
             assert torch.equal(got[: len(column)], column)
-        torch.testing.assert_close(made.ys[0][: len(want)], want * 2**call)
         assert torch.equal(made.load, ids[ids >= 0].bincount(minlength=2 * W))
         assert torch.equal(made.counts.sum(0), counts)
 

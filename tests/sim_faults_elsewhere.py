@@ -426,7 +426,7 @@ IN_EXPERTS = [
         "the first program tells that all results are there",
         combine_kernel,
         "if signals.is_last_program(link.signal_ptrs, rank, programs):",
-        "if program == 0:",
+        "if tl.program_id(0) == 0:",
         COMBINE,
     ),
     fault(

@@ -197,7 +197,7 @@ def grouped_product(call: OpCall) -> Choices:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             factors, of_factors = list(args[:2]), list(args[2 : 2 + scales])
-            ends, rest = args[2 + scales], args[3 + scales :]
+            ends, *rest = args[2 + scales :] or (None,)  # stacks of both factors have no groups
             if not all(t.numel() for t in factors):
                 return factors[0].new_zeros(shape, dtype=dtype)
             if scales:  # by rows and by columns, as kernels of fp8 want them

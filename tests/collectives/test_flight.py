@@ -88,7 +88,9 @@ def test_a_mismatch_shows_the_last_calls() -> None:
         collectives.all_reduce(x if dist.get_rank() else x.int())
     *_, before, here = [line for line in str(caught.value).split("\n") if "all_reduce" in line]
     assert "ranks 0, 1, 2: all_reduce(max)" in before
-    assert re.search(r"rank 0: .*int32.*; ranks? 1.*: .*float32.*<- here they part$", here)
+    assert re.search(r"rank 0: .*int32.*; ranks? 1.*: .*float32.*<- here they part$", here), (
+        caught.value
+    )
 
 
 def away_body(folder: str) -> tuple[int, ...]:

@@ -492,7 +492,7 @@ def test_keep_gathered(engine: Any) -> None:
             torch.testing.assert_close(
                 twice, own(of_plain, Shard(dim), rank, W), rtol=1e-9, atol=1e-9
             )
-    with pytest.raises(ValueError, match="for a ColumnParallelLinear"):
+    with pytest.raises(TypeError, match=r"RowParallelLinear.*'keep_gathered'"):
         weft.RowParallelLinear(6, 4, keep_gathered=False, sequence_dim=0)
 
 

@@ -42,7 +42,8 @@ def kept_files(chance: random.Random, folder: Path) -> Iterator[None]:
             (folder / name).write_bytes(made)
             kept = files.load(name, cost.Machine.__dataclass_fields__)
             if kept is not None:
-                numbers = [*kept["flops"].values(), *(v for k, v in kept.items() if k != "flops")]
+                between = [rate for row in kept.pop("between", []) for rate in row]
+                numbers = [*kept.pop("flops").values(), *between, *kept.values()]
                 assert all(0 <= number < math.inf for number in numbers), kept
             for load, like in tables.items():
                 suffix = ".rates.json" if load is kernel_rates.load else ".json"
