@@ -142,7 +142,8 @@ def _tile_rows(call, tile, came, V: tl.constexpr):
         if call.row_desc is not None:  # which reads them nevertheless
             until = tl.minimum(end, pull.total) - 1
         came = wait_for_rows(pull, tile.first, until, V)
-    return TileRows(ptrs, ptrs, numbers, (numbers <= last) & came, tile.first, last), came
+    inside = numbers <= tl.where(came, last, tile.first - 1)
+    return TileRows(ptrs, ptrs, numbers, inside, tile.first, last), came
 
 
 @triton.jit

@@ -89,8 +89,8 @@ def _send(x, ids_ptr, pull, firsts, afters, T, ids_at, W: tl.constexpr, ROLES: t
     COPY_N: tl.constexpr = ROLES.copy_n
     lanes, program = tl.arange(0, ROLES.lanes_k), tl.program_id(0)
     for token in range(program, pull.most, ROLES.senders):
-        here = (lanes < K) & (token < T)
-        ids = tl.load(ids_ptr + token * K + lanes, mask=here, other=-1)
+        given = tl.where(token < T, K, 0)
+        ids = tl.load(ids_ptr + token * K + lanes, mask=lanes < given, other=-1)
         place = (rank * pull.most + token).to(tl.int64)
         row = x.ptr + tl.cast(token, tl.int64) * x.stride_m
         for step in tl.static_range(W):
