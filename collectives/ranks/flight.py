@@ -394,10 +394,13 @@ def by_position(rings: Mapping[int, Reader], group: int) -> dict[int, dict[int, 
 
 
 def parting(calls: Mapping[int, Mapping[int, Noted]]) -> int | None:
-    """The first position at which ranks have made different calls, as far as rings go back."""
-    return next(
-        (at for at in sorted(calls) if len({each.hash for each in calls[at].values()}) > 1), None
-    )
+    """The first position at which ranks have made different calls, as far as rings go back.
+
+    Where the call has failed on every rank, all were told, and went on: that is for later ones.
+    """
+    differ = [at for at in sorted(calls) if len({each.hash for each in calls[at].values()}) > 1]
+    new = (at for at in differ if any(each.ended >= 0 for each in calls[at].values()))
+    return next(new, differ[-1] if differ else None)
 
 
 def by_text(entries: Mapping[int, Noted]) -> dict[str, list[int]]:

@@ -30,13 +30,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def rings(*sequences: str) -> list[flight.Calls]:
-    """What each of the ranks of a group sees that have made these calls, a letter each."""
+    """What each of the ranks of a group sees that have made these calls, a letter each.
+
+    Those of capital letters have failed.
+    """
     recorders = [flight.FlightRecorder() for _ in sequences]
     readers = {r: flight.Reader(each.ring) for r, each in enumerate(recorders)}
     groups = [flight.Calls("g", readers, each, r) for r, each in enumerate(recorders)]
     for calls, sequence in zip(groups, sequences, strict=True):
         for letter in sequence:
-            calls.end(calls.begin(flight.call_of(letter, ())))
+            calls.end(calls.begin(flight.call_of(letter, ())), failed=letter.isupper())
     return groups
 
 
@@ -63,6 +66,15 @@ def test_the_first_place_where_ranks_part_is_shown_however_long_ago() -> None:
     assert history[1] == "  call 2   rank 0: b; rank 1: c   <- here they part"
     assert [line.split()[1] for line in history[2:]] == ["18", "19", "20", "21", "22"]
     assert "part" not in rings("abc", "ab")[0].history()
+
+
+def test_a_difference_that_all_ranks_were_told_of_is_not_shown_for_a_later_one() -> None:
+    def parts(*sequences: str) -> list[str]:
+        return re.findall(r"call (\d+) .*here they part", rings(*sequences)[0].history())
+
+    assert parts("aBxc", "aCxd") == ["4"]  # both failed in their second calls
+    assert parts("aBxc", "acxd") == ["2"]  # one did
+    assert parts("aB", "aC") == ["2"]  # nothing came after it
 
 
 def test_how_a_call_ran_and_ended_is_told() -> None:
