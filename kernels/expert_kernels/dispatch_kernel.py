@@ -142,7 +142,7 @@ def _tile_rows(call, tile, came, V: tl.constexpr):
         if call.row_desc is not None:  # which reads them nevertheless
             until = tl.minimum(end, pull.total) - 1
         came = wait_for_rows(pull, tile.first, until, V)
-    inside = numbers <= tl.where(came, last, tile.first - 1)
+    inside = tl.where(came, numbers <= last, numbers < tile.first)  # & would interpret as numbers
     return TileRows(ptrs, ptrs, numbers, inside, tile.first, last), came
 
 
