@@ -345,9 +345,8 @@ def barrier(group: GroupLike = None) -> None:
     group = resolve(group)
     check_all()
     if group.why:
-        noted = group.calls.begin(call_of("barrier", ()))
-        by_group(dist.barrier, group, moves_gpu_tensors(group.pg))
-        group.calls.end(noted)
+        with group.calls.noting(call_of("barrier", ())):
+            by_group(dist.barrier, group, moves_gpu_tensors(group.pg))
     elif group.world_size > 1:
         waits = exchange(group, 0, "barrier")
         try:

@@ -31,6 +31,7 @@ import struct
 import threading
 import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -289,6 +290,17 @@ class Calls:
             self._own.end(noted, failed)
             if noted == self._last:
                 self._last = self._around
+
+    @contextmanager
+    def noting(self, call: Call) -> Iterator[None]:
+        """Note a call of this rank that other calls are made of."""
+        noted = self.begin(call)
+        try:
+            yield
+        except BaseException:
+            self.end(noted, failed=True)
+            raise
+        self.end(noted)
 
     def under_way(self) -> str:
         """The last call of this rank, unless it has ended."""

@@ -179,10 +179,10 @@ class Group:
         _refuse_inherited(self.pg)
         caller = self.calls.under_way()
         within = (("for", caller),) if caller else ()
-        noted = self.calls.begin(flight.call_of("set-up", (what, *within)))
         told: list[Any] = [None] * self.world_size
         store, mine = store_of(self), (what, value)
-        with unwatched(self):  # set-up is no part of the program, nor of a graph that is traced
+        noted = self.calls.noting(flight.call_of("set-up", (what, *within)))
+        with noted, unwatched(self):  # no part of the program, nor of a graph that is traced
             if store is not None and not self.why:
                 told = [pickle.loads(each) for each in gather_by_store(self, store, mine)]
             elif store is not None and _CPU in self.pg._device_types:
@@ -190,7 +190,6 @@ class Group:
                 told = [pickle.loads(each) for each in gather_by_group(self, what, mine)]
             else:
                 dist.all_gather_object(told, mine, group=self.pg)
-        self.calls.end(noted)
         for rank, (other, _) in enumerate(told):
             if other != told[0][0]:
                 raise MismatchError(

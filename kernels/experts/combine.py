@@ -110,7 +110,7 @@ def _combined(
     call = combine_call(h, w, weights, routing, wire_dtype)
     with torch.autocast(h.device.type, enabled=False):
         if call.engine == "generic":
-            return generic_combine(h, w, weights, call.routing, call.wire)
+            return generic_combine(call, h, w, weights)
         y = Combine.apply(call, h, w, weights)
         return y
 
@@ -140,15 +140,14 @@ def combine_call(
 
 
 def generic_combine(
-    h: torch.Tensor,
-    w: torch.Tensor | None,
-    weights: torch.Tensor | None,
-    routing: Routing,
-    wire: torch.dtype,
+    call: CombineCall, h: torch.Tensor, w: torch.Tensor | None, weights: torch.Tensor | None
 ) -> torch.Tensor:
     """The same by collectives and matmuls, which are differentiable themselves."""
+    routing = call.routing
     rows = h if w is None else grouped_matmul(h, w, routing.ends)
-    parts = to_tokens(rows.to(wire), routing)
+    told = call.told(rows.shape[1], h.dtype)
+    with routing.group.calls.noting(call_of("grouped_matmul_combine", told)):
+        parts = to_tokens(rows.to(call.wire), routing)
     return weighted_sum(parts, weights, routing.tensor_parallel_size, h.dtype)
 
 
@@ -175,7 +174,7 @@ class Combine(torch.autograd.Function):
         h, w, weights = ctx.saved_tensors
         needs = ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():
-            made = generic_combine(h, w, weights, call.routing, call.wire)
+            made = generic_combine(call, h, w, weights)
             return None, *gradients([made], [h, w, weights], needs, [dy])
         record_backward("grouped_matmul_combine", call.engine, call.routing.group, "all_to_all")
         backward = engine_module(call.engine).combine_backward

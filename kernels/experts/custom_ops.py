@@ -233,7 +233,7 @@ def _combine_backward(
     if call.engine == "generic":
         with torch.enable_grad():
             leaves: Any = [t if t is None else t.detach().requires_grad_() for t in operands]
-            made = generic_combine(leaves[0], leaves[1], leaves[2], call.routing, call.wire)
+            made = generic_combine(call, *leaves)
         grads = gradients([made], leaves, needs, [dy])
     else:
         grads = list(Combine.backward(_Saved(needs, *operands, call=call), dy)[1:])

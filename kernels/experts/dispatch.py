@@ -202,9 +202,9 @@ def dispatch(
         return traced_dispatch(x, [], routing, False, quantize)[0]
     routing = check_routing(routing, x)
     engine = engine_of("dispatch_grouped_matmul", x, [], routing, quantize)
-    if engine == "generic":
-        return to_experts(x, routing, quantize is not None)
     call = DispatchCall(routing, engine, None, False, quantize)
+    if engine == "generic":
+        return generic_dispatch(call, x, [])[0]
     rows: torch.Tensor = Dispatch.apply(call, x)[0]
     return rows
 
@@ -288,7 +288,8 @@ def generic_dispatch(
     call: DispatchCall, x: torch.Tensor, weights: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """The same by collectives and matmuls, which are differentiable themselves."""
-    rows = to_experts(x, call.routing, call.quantize is not None)
+    with call.routing.group.calls.noting(call_of("dispatch_grouped_matmul", call.told(x))):
+        rows = to_experts(x, call.routing, call.quantize is not None)
     zs = [grouped_matmul(rows, w, call.routing.ends) for w in weights]
     return epilogues.activate(zs, call.activation) if zs else [rows]
 
