@@ -30,8 +30,8 @@ import torch
 from weft import settings
 from weft.collectives import process_groups
 from weft.collectives.process_groups import COMBINE, ReduceOp, summed_in_fp32
-from weft.collectives.ranks import caches
 from weft.collectives.ranks.bounds import Presence
+from weft.collectives.ranks.caches import KeptDict
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
 from weft.collectives.ranks.group import Group, kept_by_group
 from weft.collectives.topology import here, in_two_levels, inside_of
@@ -122,8 +122,6 @@ class Crossing:
         parts = max(1, min(-(-max(rows) * row_bytes // _PART_BYTES), _MOST_PARTS))
         key = group, tuple(rows), parts, needed
         if (blocks := _blocks.get(key)) is None:
-            if len(_blocks) >= _MOST:
-                _blocks.clear()
             blocks = _blocks[key] = _blocks_of(*key)
         # This host's rows, of which each rank holds its shard, and those of the other hosts, in the
         # order in which all ranks make the steps.
@@ -199,10 +197,8 @@ class Crossing:
 
 # By the group, the rows of its ranks, in how many parts those cross, and between which hosts.
 _Key = tuple[Group, tuple[int, ...], int, Pairs | None]
-_blocks: dict[_Key, tuple[HostRows, list[HostRows]]] = {}
-_MOST = 1024
+_blocks = KeptDict[_Key, tuple[HostRows, list[HostRows]]](1024, f"{__name__}._blocks")
 kept_by_group.append(_blocks)
-caches.register(f"{__name__}._blocks", _blocks, _MOST)
 
 
 def _blocks_of(

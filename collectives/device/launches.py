@@ -27,10 +27,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weft.collectives.ranks.caches import KeptDict
+
 Operands = Sequence["torch.Tensor | None"]
 _Fill = Callable[[Sequence[Any]], Any]  # an argument, of the tensors of a call
 
-_MOST = 1024  # of what is kept
 _ALIGNED = 16  # bytes: what Triton specializes addresses for
 
 
@@ -70,8 +71,6 @@ def launch_kept(
         return
     compiled = launching(kernel, 1)(*args, **constants, num_warps=1)
     if _is_compiled(compiled):
-        if len(kept) >= _MOST:
-            kept.clear()
         given = dict(zip(kernel.arg_names, args, strict=False)) | constants
         kept[key] = partial(compiled[1, 1, 1], *[given[name] for name in kernel.arg_names])
 
@@ -187,7 +186,7 @@ class Repeated:
     def __init__(self, device: torch.device, tables: Sequence[torch.Tensor]) -> None:
         self._device = device
         self._tables = {x.data_ptr() for x in tables}
-        self._kept: dict[Hashable, _Kept | None] = {}
+        self._kept = KeptDict[Hashable, _Kept | None](1024)
 
     def call(
         self,
@@ -217,8 +216,6 @@ class Repeated:
     def _recorded(
         self, key: Hashable, operands: Operands, make: Callable[[], Sequence[torch.Tensor]]
     ) -> Sequence[torch.Tensor]:
-        if len(self._kept) >= _MOST:
-            self._kept.clear()
         recorder, before = _Recorder(), _here.recorder
         _here.recorder = recorder
         try:

@@ -24,6 +24,7 @@ from weft.collectives.memory.symmetric import (
     open_buffers,
 )
 from weft.collectives.ranks import caches, pad, reports, waits
+from weft.collectives.ranks.caches import KeptDict
 from weft.collectives.ranks.flight import TRITON, Call, call_of
 from weft.collectives.ranks.group import (
     Group,
@@ -64,7 +65,7 @@ class Workspace:
         self.peers = group.peers()
         self.buffer = SymmetricBuffer((2 * half_bytes,), torch.uint8, group, device, name)
         self.buffer_ptrs, self.signal_ptrs = self.buffer.buffer_ptrs, self.buffer.signal_ptrs
-        self._views: dict[tuple[object, ...], torch.Tensor] = {}
+        self._views = KeptDict[tuple[object, ...], torch.Tensor](512)
         # The host may copy to and from these; accesses of virtual ranks must be visible as ops.
         self._on_host = device.type == "cpu"
         plain = self._on_host and group.virtual is None
@@ -102,8 +103,6 @@ class Workspace:
         key = (rank, parity, shape, dtype, offset)
         view = self._views.get(key)
         if view is None:
-            if len(self._views) >= 512:
-                self._views.clear()
             with unwatched(self.group):
                 view = self._views[key] = self.buffer.get_buffer(
                     rank, shape, dtype, parity * self.half_bytes + offset
@@ -199,7 +198,7 @@ class Workspace:
 
     def kept_launches(self) -> dict[Hashable, Callable[[], object]]:
         """What `launch_kept` keeps for this workspace, by the time-out that is set now."""
-        return self._launches.setdefault(settings.timeout_s(), {})
+        return self._launches.setdefault(settings.timeout_s(), KeptDict(1024))
 
     def lacks(self, pid: int) -> bool:
         """Whether the process `pid` has begun a call here that this rank has not."""

@@ -18,7 +18,7 @@ import torch
 
 from weft import settings
 from weft.collectives import cost
-from weft.collectives.ranks import caches
+from weft.collectives.ranks.caches import KeptDict
 from weft.collectives.ranks.group import Group, kept_by_group
 from weft.collectives.topology import described
 
@@ -35,11 +35,9 @@ class Line(NamedTuple):
         return self.start + self.per_byte * nbytes
 
 
-_lines: dict[tuple[Group, str, str], tuple[Line, Line]] = {}
-_MOST = 4096
+_lines = KeptDict[tuple[Group, str, str], tuple[Line, Line]](4096, f"{__name__}._lines")
 kept_by_group.append(_lines)
 cost.kept_by_rates.append(_lines)
-caches.register(f"{__name__}._lines", _lines, _MOST)
 
 
 def lines(op: str, group: Group, device: torch.device) -> tuple[Line, Line]:
@@ -47,8 +45,6 @@ def lines(op: str, group: Group, device: torch.device) -> tuple[Line, Line]:
     key = group, op, device.type
     if (found := _lines.get(key)) is None:
         rates = cost.machine(group, device)
-        if len(_lines) >= _MOST:
-            _lines.clear()
         on_gpus = group.on_gpus(device)
         found = _lines[key] = _in_two_levels(op, group, rates), _flat(op, group, rates, on_gpus)
     return found

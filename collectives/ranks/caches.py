@@ -1,14 +1,17 @@
 """What is kept for later calls: plans, launches, choices. All of it is bounded, told and clearable.
 
 Functions keep theirs by `functools.lru_cache`, and are found where they stand. Dicts are
-registered. `weft.close` clears both, beside the memory that groups hold.
+`KeptDict`s, or registered. `weft.close` clears both, beside the memory that groups hold.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, MutableMapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 _FOLDERS = ("weft.collectives.", "weft.kernels.", "weft.dtensor.")
 
@@ -46,6 +49,25 @@ def register(
         most: entries that its module lets it have; bytes if `nbytes` tells how many are held.
     """
     _dicts[name] = kept, most, nbytes
+
+
+class KeptDict(dict[_Key, _Value]):
+    """A dict that is emptied rather than hold more than `most` entries when one is assigned.
+
+    Args:
+        name: by which `caches` tells of it, and `forget` clears it; without one neither does.
+    """
+
+    def __init__(self, most: int, name: str = "") -> None:
+        super().__init__()
+        self.most = most
+        if name:
+            register(name, self, most)
+
+    def __setitem__(self, key: _Key, value: _Value) -> None:
+        if len(self) >= self.most and key not in self:
+            self.clear()
+        super().__setitem__(key, value)
 
 
 def _functions() -> Iterator[tuple[str, Any]]:

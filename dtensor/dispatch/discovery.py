@@ -29,7 +29,7 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import _disable_current_modes
 
-from weft.collectives.ranks import caches
+from weft.collectives.ranks.caches import KeptDict
 from weft.dtensor.dispatch.call import Meta, OpCall, Strategy, leaves, map_tree
 from weft.dtensor.layout.boxes import Layout
 from weft.dtensor.layout.placements import is_inexact, is_shard, moved, pieces_of, shard_dim
@@ -53,9 +53,7 @@ _WIDE = {
 _Kinds = tuple["int | str", ...]
 # What each output is, if the inputs are cut: a dim, "same", or "sum"; whether values were refused.
 _Found = tuple[_Kinds | None, bool]
-_found: dict[Any, _Found] = {}
-_MAX_FOUND = 4096
-caches.register(f"{__name__}._found", _found, _MAX_FOUND)
+_found = KeptDict[Any, _Found](4096, f"{__name__}._found")
 
 
 def discovered(call: OpCall, writes: Sequence[int]) -> tuple[list[Strategy], bool]:
@@ -182,8 +180,6 @@ def _probed(
     small = _shrunk(call)
     key = _key(call, dims, small, empty)
     if key not in _found:
-        if len(_found) >= _MAX_FOUND:
-            _found.clear()
         with _disable_current_modes(), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             _found[key] = _probe(call, dims, tuple(writes), small, empty)

@@ -22,7 +22,7 @@ import torch
 from torch.distributed.tensor import Replicate
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from weft.collectives.ranks import caches
+from weft.collectives.ranks.caches import KeptDict
 from weft.collectives.ranks.group import forget_meshes
 from weft.collectives.ranks.reports import check_all
 from weft.collectives.ranks.traced import is_plain
@@ -39,11 +39,9 @@ from weft.dtensor.tensor import DTensor, before_write, local_as, wrap
 from weft.dtensor.tracing.grad_recording import no_function
 from weft.dtensor.tracing.graph_breaks import unless_traced
 
-_MAX_PLANS = 8192
 # The first entry of a key is the id of an op, or a torch function that `learn` knows; see `_read`.
-_plans: dict[tuple[Any, ...], CallPlan] = {}
+_plans = KeptDict[tuple[Any, ...], CallPlan](8192, f"{__name__}._plans")
 forget_meshes.append(_plans.clear)
-caches.register(f"{__name__}._plans", _plans, _MAX_PLANS)
 
 
 def forget_plans(op: Op) -> None:
@@ -204,9 +202,9 @@ def dispatch(
         plan.op = func
         if key:
             if plan.check and (floats := _floats_in(args, kwargs)):
-                _remember(key, _BY_VALUE)
+                _plans[key] = _BY_VALUE
                 key = (*key, *floats)
-            _remember(key, plan)
+            _plans[key] = plan
     layout = plan.result
     if plan.is_view and _is_inference_mode() and not args[0].is_inference():
         # In inference mode, too, a view of an ordinary tensor is an ordinary tensor.
@@ -258,12 +256,6 @@ def _floats_in(args: Sequence[Any], kwargs: dict[str, Any] | None) -> list[Any]:
     return [a for a in leaves([args, kwargs]) if type(a) in (float, complex)]
 
 
-def _remember(key: tuple[Any, ...], plan: CallPlan) -> None:
-    if len(_plans) >= _MAX_PLANS:
-        _plans.clear()
-    _plans[key] = plan
-
-
 def learn(function: Op, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> bool:
     """Remember what a call of a torch function did, for `dispatch(..., known=True)`.
 
@@ -301,7 +293,7 @@ def learn(function: Op, args: Sequence[Any], kwargs: dict[str, Any], result: Any
 
         known = copy.copy(plan)
         known.local = function if is_op else with_the_rest
-        _remember(_read(function, args, kwargs, True)[0], known)
+        _plans[_read(function, args, kwargs, True)[0]] = known
     return True
 
 

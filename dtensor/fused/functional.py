@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.distributed.tensor import Partial
 from torch.nn import functional
 
-from weft.collectives.ranks import caches
+from weft.collectives.ranks.caches import KeptDict
 from weft.dtensor.dispatch import backward
 from weft.dtensor.dispatch.call import map_tree
 from weft.dtensor.dispatch.dispatch import dispatch, learn, outermost
@@ -322,9 +322,7 @@ _is_grad_enabled, _grad = torch.is_grad_enabled, torch.autograd.grad
 _is_compiling = torch.compiler.is_compiling
 _count_modes, _is_autocast = torch._C._len_torch_dispatch_stack, torch._C._is_any_autocast_enabled
 # Whether a call of the form (function, number of arguments, *keywords) is known to be one op.
-_is_an_op: dict[tuple[Any, ...], bool] = {}
-_MAX_FORMS = 4096
-caches.register(f"{__name__}._is_an_op", _is_an_op, _MAX_FORMS)
+_is_an_op = KeptDict[tuple[Any, ...], bool](4096, f"{__name__}._is_an_op")
 
 
 def _has_functions_of_its_own(kind: Any) -> bool:
@@ -362,9 +360,9 @@ def _torch_function(
     try:
         result = _below_functions(func, types, args, kwargs or {})
         if ops is not None:
-            if len(_is_an_op) >= _MAX_FORMS:
-                _is_an_op.clear()
-            _is_an_op.setdefault(form, learn(func, args, kwargs or {}, result))
+            is_an_op = learn(func, args, kwargs or {}, result)
+            if form not in _is_an_op:
+                _is_an_op[form] = is_an_op
         return result
     finally:
         outermost.call = before

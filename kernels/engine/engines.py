@@ -24,7 +24,7 @@ from weft.collectives import Group, cost
 from weft.collectives.prices import between_hosts, hardware, library
 from weft.collectives.prices.hardware import Hardware
 from weft.collectives.protocols import COLLECTIVE_OF, moved_bytes, nccl_us
-from weft.collectives.ranks import caches
+from weft.collectives.ranks.caches import KeptDict
 from weft.collectives.ranks.group import kept_by_group
 from weft.collectives.ranks.reports import check_all
 from weft.collectives.topology import described, in_two_levels
@@ -138,11 +138,11 @@ def refuse_second_order(op: str) -> None:
 
 
 # Predicting takes 25 us, longer than a small call, so it is done once for each shape.
-_choices: dict[tuple[Problem, Group, torch.device], tuple[RunnableEngine, str]] = {}
+_choices = KeptDict[tuple[Problem, Group, torch.device], tuple[RunnableEngine, str]](
+    4096, f"{__name__}._choices"
+)
 kept_by_group.append(_choices)
 cost.kept_by_rates.append(_choices)
-_MAX_CHOICES = 4096
-caches.register(f"{__name__}._choices", _choices, _MAX_CHOICES)
 
 
 def _remembered(problem: Problem, group: Group, device: torch.device) -> tuple[RunnableEngine, str]:
@@ -151,8 +151,6 @@ def _remembered(problem: Problem, group: Group, device: torch.device) -> tuple[R
     key = problem, group, device
     choice = _choices.get(key)
     if choice is None:
-        if len(_choices) >= _MAX_CHOICES:
-            _choices.clear()
         choice = _choices[key] = _cheapest(problem, group, device)
     return choice
 

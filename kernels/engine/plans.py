@@ -11,12 +11,11 @@ from typing import Any, Generic, TypeVar
 
 from weft import settings
 from weft.collectives import cost
-from weft.collectives.ranks import caches
+from weft.collectives.ranks.caches import KeptDict
 from weft.collectives.ranks.group import kept_by_group
 from weft.collectives.ranks.reports import check_all
 
 _Plan = TypeVar("_Plan")
-_MOST = 4096
 
 
 class Plans(Generic[_Plan]):
@@ -27,10 +26,9 @@ class Plans(Generic[_Plan]):
     """
 
     def __init__(self, name: str) -> None:
-        self._kept: dict[tuple[Any, ...], _Plan] = {}
+        self._kept = KeptDict[tuple[Any, ...], _Plan](4096, name)
         kept_by_group.append(self._kept)
         cost.kept_by_rates.append(self._kept)
-        caches.register(name, self._kept, _MOST)
 
     def of(self, key: tuple[Any, ...], make: Callable[[], _Plan]) -> _Plan:
         """The plan with that key: `make()` chooses an engine, as it does whenever choices are told.
@@ -43,7 +41,5 @@ class Plans(Generic[_Plan]):
             check_all()  # as `choose` does
             return plan
         plan = make()
-        if len(self._kept) >= _MOST:
-            self._kept.clear()
         self._kept[key] = plan
         return plan

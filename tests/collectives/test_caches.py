@@ -113,9 +113,9 @@ def test_what_modules_keep_is_told_or_bounded_by_what_it_is_of() -> None:
     others = set()
     for module, text, tree in trees():
         for name in kept_in(tree):
-            is_told = f'caches.register(f"{{__name__}}.{name}", {name},' in " ".join(
-                text.split()
-            ).replace("( ", "(")
+            is_told = f'register(f"{{__name__}}.{name}", {name},' in " ".join(text.split()).replace(
+                "( ", "("
+            )
             if not (is_told or f"kept_by_group.append({name})" in text):
                 others.add(f"{module}: {name}")
     assert others == set(STAY)
@@ -150,3 +150,17 @@ def test_a_dict_is_told_in_the_unit_of_its_bound(monkeypatch: pytest.MonkeyPatch
     caches.register("of tables", {1: 2, 3: 4}, 1 << 20, lambda: 4096)
     told = [str(each) for each in weft.caches() if each.name.startswith("of ")]
     assert told == ["of numbers: 1 of 10 entries", "of tables: 4,096 of 1,048,576 bytes"]
+
+
+def test_a_dict_that_is_full_is_emptied_by_the_next_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(caches, "_dicts", {})
+    squares = caches.KeptDict[int, int](2, "of squares")
+    squares[1] = 1
+    squares[2] = 4
+    squares[2] = 2 * 2
+    assert squares == {1: 1, 2: 4}
+    squares[3] = 9
+    assert squares == {3: 9}
+    assert "of squares: 1 of 2 entries" in map(str, weft.caches())
+    caches.forget()
+    assert squares == {}
