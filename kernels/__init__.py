@@ -12,7 +12,7 @@
     ring_attention            attention/ring              flash/ring_kernel, ring_grad_kernel
     ulysses_attention         attention/ulysses           heads/heads_kernel, heads_grad_kernel
     flash_decode              attention/decode            flash/decode_kernel
-    append_to_cache           attention/decode            flash/decode_kernel
+    append_to_cache           attention/decode            flash/append_kernel
     dispatch_grouped_matmul   experts/dispatch            expert_kernels/dispatch_kernel
     grouped_matmul_combine    experts/combine             expert_kernels/combine_kernel
 

@@ -16,7 +16,8 @@ sequences are. Sharded by head, a rank holds all tokens of its key heads, and ge
 other heads from their ranks. With shard=None nothing is exchanged: tensor-parallel layers query
 with their own heads alone, and go on with the results of those.
 
-`append_to_cache` stores new tokens where they belong. The kernels are in `decode_kernel`.
+`append_to_cache` stores new tokens where they belong. The kernels are in `decode_kernel` and
+`append_kernel`.
 """
 
 from __future__ import annotations
@@ -302,10 +303,10 @@ def append_to_cache(
     if not (group.on_gpus(k.device) or settings.current_engine() == "triton"):
         _append(k, v, cache, lengths)
         return
-    from weft.kernels.flash import decode_kernel
+    from weft.kernels.flash import append_kernel, decode_kernel
 
     def launched() -> tuple[()]:
-        decode_kernel.launch_append(k, v, cache, lengths)
+        append_kernel.launch_append(k, v, cache, lengths)
         return ()
 
     # It has no use for the memory, but for what is kept there.

@@ -36,7 +36,13 @@ from weft.kernels.expert_kernels import (
     few_tokens_launch,
 )
 from weft.kernels.expert_kernels.expert_tiles import RowTable
-from weft.kernels.flash import decode_kernel, grad_tiles, ring_grad_kernel, ring_kernel
+from weft.kernels.flash import (
+    append_kernel,
+    decode_kernel,
+    grad_tiles,
+    ring_grad_kernel,
+    ring_kernel,
+)
 from weft.kernels.flash.geometry import (
     UNBOUNDED,
     Geometry,
@@ -453,8 +459,8 @@ def _decode_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, Laun
                 yield "decode, fp8 keys", caught[0]
         if case == "decode, pages":
             new = empty(batch, kv_heads, tokens, D)
-            with catching(decode_kernel) as caught:
-                decode_kernel.launch_append(new, new, cache, lengths)
+            with catching(append_kernel) as caught:
+                append_kernel.launch_append(new, new, cache, lengths)
             yield "append, pages", caught[0]
 
 

@@ -72,13 +72,6 @@ class Shards(NamedTuple):
     chunk_rows: Any
 
 
-class Rows(NamedTuple):
-    """The gathered matrix, contiguous, and (rows,) fp32 scales of it; None if there is none."""
-
-    ptr: Any
-    scales: Any
-
-
 @dataclass(frozen=True)
 class Fetch:
     """How shards are fetched, as a constant of a kernel.
@@ -266,17 +259,6 @@ def workspace_bytes(rows: int, columns: int, dtype: torch.dtype) -> int:
     return scales_offset(rows, columns, dtype) + scales
 
 
-def check_shard(ws: Workspace, rows: int, columns: int, dtype: torch.dtype) -> None:
-    """Raise ValueError unless `ws` has room for a shard of that size."""
-    needed = workspace_bytes(rows, columns, dtype)
-    check_room(ws, needed, "workspace_bytes(largest rows, largest columns, dtype)")
-
-
-def in_place(x: torch.Tensor) -> bool:
-    """Whether a kernel can read the rank's own shard x in place."""
-    return x.stride(1) == 1 or x.shape[1] == 1
-
-
 def publish(
     x: torch.Tensor,
     ws: Workspace,
@@ -297,14 +279,14 @@ def publish(
     Raises:
         ValueError: `ws` is too small.
     """
-    check_shard(ws, x.shape[0], pitch, FP8 if quantize else x.dtype)
+    needed = workspace_bytes(x.shape[0], pitch, FP8 if quantize else x.dtype)
+    check_room(ws, needed, "workspace_bytes of the largest shard")
     blocks = -(-max(x.shape[0], 1) // copy_m)
     launching(_publish_kernel, min(programs, blocks))(
         matrix(x),
         x_scales,
         link_of(ws),
-        x.shape[0],
-        x.shape[1],
+        *x.shape,
         pitch,
         scales_at,
         ws.rank,

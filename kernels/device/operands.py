@@ -37,10 +37,22 @@ class Scales(NamedTuple):
 NO_SCALES = Scales(None, 0)
 
 
+class Rows(NamedTuple):
+    """The gathered matrix, contiguous, and (rows,) fp32 scales of it; None if there is none."""
+
+    ptr: Any
+    scales: Any
+
+
 def matrix(tensor: torch.Tensor) -> Matrix:
     """A 2-D tensor as a kernel takes it."""
     tensor = tensor.resolve_neg()
     return Matrix(tensor, tensor.stride(0), tensor.stride(1))
+
+
+def in_place(x: torch.Tensor) -> bool:
+    """Whether a kernel can read the rank's own shard x in place."""
+    return x.stride(1) == 1 or x.shape[1] == 1
 
 
 def contiguous(x: torch.Tensor | None) -> torch.Tensor | None:

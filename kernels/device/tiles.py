@@ -14,7 +14,6 @@ from weft.collectives.device.addresses import INTERPRETED, Constant
 from weft.collectives.device.device_math import cdiv as cdiv
 from weft.collectives.device.device_math import element as element
 from weft.collectives.device.device_math import rounded as rounded
-from weft.kernels.device.copies import copy_block as copy_block
 
 _INTERPRETED = Constant(INTERPRETED)
 

@@ -15,7 +15,7 @@ from weft.collectives import Workspace
 from weft.collectives.device.launches import launching
 from weft.collectives.memory.workspace import check_room, link_of
 from weft.kernels.device import gathers
-from weft.kernels.device.operands import NO_SCALES, Scales, described_rows
+from weft.kernels.device.operands import NO_SCALES, Rows, Scales, described_rows
 from weft.kernels.device.outputs import Outputs
 from weft.kernels.engine.chips import INTERPRETER, Chip, Tiling, chip_of
 from weft.kernels.engine.epilogues import Activation
@@ -203,7 +203,7 @@ def launch_dispatch(
             (None,) * len(weights),
             (NO_SCALES,) * len(weights),
         ),
-        gathers.Rows(rows, fetched),
+        Rows(rows, fetched),
         row_desc,
         table,
         tuple(map(expert_weights, weights)),

@@ -45,7 +45,7 @@ import triton.language as tl
 from weft.collectives.device import signals
 from weft.kernels.device import tiles
 from weft.kernels.device.copies import copy_block
-from weft.kernels.device.gathers import Rows
+from weft.kernels.device.operands import Rows
 from weft.kernels.expert_kernels.combine_kernel import PushTiles, push
 from weft.kernels.expert_kernels.dispatch_kernel import DispatchTiles, make_tiles, spoil_results
 from weft.kernels.expert_kernels.expert_tiles import experts_of, total_of

@@ -33,6 +33,7 @@ import triton.language as tl
 
 from weft.collectives.device import signals
 from weft.kernels.device import tiles
+from weft.kernels.device.copies import copy_block
 from weft.kernels.flash.attention_tiles import Heads, bounds, head_ptr, interval
 from weft.kernels.flash.ring_call import area_ptr
 from weft.kernels.flash.ring_tables import base_of, is_needed, key_spans, rows_of, span_of
@@ -94,7 +95,7 @@ def publish_rows(to_ptr, x, H, heads, rows, SHAPE: tl.constexpr):
     for unit in range(tl.program_id(0), heads * chunks, SHAPE.config.copy_programs):
         head, first = unit // chunks, (unit % chunks).to(tl.int64) * COPY_M
         batch, head_in_batch = tl.cast(head // H, tl.int64), tl.cast(head % H, tl.int64)
-        tiles.copy_block(
+        copy_block(
             to_ptr + (tl.cast(head, tl.int64) * rows + first) * SHAPE.pitch,
             head_ptr(x, batch, head_in_batch) + first * x.stride_m,
             tl.minimum(COPY_M, rows - first),
@@ -120,7 +121,7 @@ def _fetch_rows(out_ptr, shard_ptr, ring, source, rows, SHAPE: tl.constexpr):
             first = chunk * COPY_M
             last = tl.minimum(first + COPY_M, rows)
             if is_needed(ring.table, ring.rank, source, first, last, SHAPE):
-                tiles.copy_block(
+                copy_block(
                     out_ptr + (tl.cast(head, tl.int64) * rows + first) * SHAPE.pitch,
                     shard_ptr + (tl.cast(global_head, tl.int64) * rows + first) * SHAPE.pitch,
                     last - first,

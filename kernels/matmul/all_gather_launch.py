@@ -21,9 +21,11 @@ from weft.collectives.ranks.pad import MAX_PROGRAMS
 from weft.kernels.device import gathers, splits
 from weft.kernels.device.gathered_tiles import GatherVariant
 from weft.kernels.device.operands import (
+    Rows,
     contiguous,
     described_rows,
     described_weights,
+    in_place,
     matrix,
     scales_of,
 )
@@ -305,7 +307,7 @@ def launch_all_gather_matmul(
         gathered = x.new_empty(M, K)
         if scaling:
             scales = temporary(torch.empty(M, dtype=torch.float32, device=x.device))
-    if config.copy_engines and not gathers.in_place(x):
+    if config.copy_engines and not in_place(x):
         x = x.contiguous()
     # Every part of every chunk of a shard needs its own word of the pad.
     parts = config.parts if config.copy_programs else 1
@@ -316,7 +318,7 @@ def launch_all_gather_matmul(
 
     def multiplied() -> list[torch.Tensor]:
         return _multiply(
-            x, weights, ws, sizes, gathers.Rows(gathered, scales), biases or [None] * len(weights),
+            x, weights, ws, sizes, Rows(gathered, scales), biases or [None] * len(weights),
             activation, keep_sums, with_own, scaling, config, chunk_rows, scales_at,
         )  # fmt: skip
 
@@ -332,7 +334,7 @@ def launch_all_gather_matmul(
             made = multiplied() if key is None else ws.repeat(of, operands, multiplied)
     else:
         # A single rank need not publish rows that it does not read back itself.
-        unread = W == 1 and gathers.in_place(x) and not with_own
+        unread = W == 1 and in_place(x) and not with_own
         shown, x_scales = x[:0] if unread else x, scales_of(row_scales)
         block = config.copy_m, config.copy_n
         gathers.publish(
@@ -348,7 +350,7 @@ def _multiply(
     weights: Sequence[torch.Tensor],
     ws: Workspace,
     sizes: Sequence[int],
-    gathered: gathers.Rows,
+    gathered: Rows,
     biases: Sequence[torch.Tensor | None],
     activation: Activation | None,
     keep_sums: bool,
@@ -396,7 +398,7 @@ def _multiply(
         direct=config.direct,
         split=config.split,
         halved=int(halved > 0),
-        x_in_place=gathers.in_place(x),
+        x_in_place=in_place(x),
         w_transposed=w_transposed,
         even_k=K % tiling.block_k == 0,
         described=row_descs[0] is not None,

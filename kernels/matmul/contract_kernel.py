@@ -34,7 +34,7 @@ from weft.collectives.device.launches import launching, layouts_of
 from weft.collectives.memory.workspace import Workspace, link_of
 from weft.kernels.device import gathers, tiles
 from weft.kernels.device.gathered_rows import own_shard
-from weft.kernels.device.operands import described_weights, matrix
+from weft.kernels.device.operands import Rows, described_weights, in_place, matrix
 from weft.kernels.engine.chips import INTERPRETER, Chip, Tiling, chip_of, tiling_for
 
 
@@ -196,7 +196,7 @@ def launch_all_gather_contract(
     gathers.publish(x, ws, pitch, config.programs, config.copy_m, config.copy_n)
     launching(_ag_gemm_contract_kernel, config.programs)(
         matrix(out),
-        gathers.Rows(gathered, None),
+        Rows(gathered, None),
         matrix(x),
         matrix(w),
         w_desc,
@@ -211,7 +211,7 @@ def launch_all_gather_contract(
         V=ContractVariant(
             tiles=tiling,
             fetch=gathers.Fetch(W, config.copy_programs, config.copy_m, config.copy_n, with_own),
-            x_in_place=gathers.in_place(x),
+            x_in_place=in_place(x),
             w_transposed=w_transposed,
             even_k=even_k,
         ),

@@ -36,7 +36,7 @@ import triton.language as tl
 from weft.collectives.device import signals, stream_signals
 from weft.collectives.device.launches import launch_kept
 from weft.collectives.memory.exchange import exchange_on
-from weft.collectives.memory.workspace import Link, Workspace, link_of
+from weft.collectives.memory.workspace import Link, Workspace, check_room, link_of
 from weft.kernels.device import gathers
 from weft.kernels.engine.shards import SideStreams
 
@@ -95,7 +95,8 @@ def fetching(
         chunk_rows: rows that are copied and announced together.
         scales_at: see `weft.kernels.device.gathers`.
     """
-    gathers.check_shard(ws, max(sizes), x.shape[1], x.dtype)
+    needed = gathers.workspace_bytes(max(sizes), x.shape[1], x.dtype)
+    check_room(ws, needed, "workspace_bytes of the largest shard")
     K = x.shape[1]
     beside, link = SideStreams(ws.group, x.device), link_of(ws)
     with exchange_on(ws, "all_gather_matmul", x.device) as ex:

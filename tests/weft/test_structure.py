@@ -135,6 +135,17 @@ def test_kernels_are_launched_through_one_door() -> None:
     assert not found, f"kernel[grid](...) must be launching(kernel, programs)(...): {found}"
 
 
+def test_a_kernel_can_be_read_at_a_sitting() -> None:
+    """Its file has at most 300 lines, and opens with what it does, and whom it waits for."""
+    for folder in ("collectives", "kernels"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            text = path.read_text()
+            if "\n@triton.jit" in text:
+                lines = len(text.splitlines())
+                assert lines <= 300, f"{path.relative_to(ROOT)} has {lines} lines"
+                assert text.startswith('"""'), path
+
+
 def room_of(name: str) -> tuple[str, str]:
     """Of weft.kernels.matmul.all_gather: kernels, matmul."""
     _, folder, room, *_ = [*name.split("."), "", "."]
