@@ -192,7 +192,7 @@ class Crossing:
         return came, process_groups.exchange_begun(came, sent, receives, sends, self._group)
 
     def _wait(self, work: Any, came: torch.Tensor) -> None:
-        process_groups.wait(work, self._group, came, self._op)
+        process_groups.wait_for_result(work, self._group, came, self._op)
 
 
 # By the group, the rows of its ranks, in how many parts those cross, and between which hosts.

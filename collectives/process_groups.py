@@ -87,12 +87,12 @@ def exchange_begun(
     sends: Sequence[int],
     group: Group,
 ) -> Any:
-    """An all_to_all of rows, on its way until `wait` is called for what this returns."""
+    """An all_to_all of rows, on its way until `wait_for_result` is called for what this returns."""
     args = sendable(out), sendable(x), list(receives), list(sends)
     return dist.all_to_all_single(*args, group=group.pg, async_op=True)
 
 
-def wait(work: Any, group: Group, out: torch.Tensor, op: str) -> None:
+def wait_for_result(work: Any, group: Group, out: torch.Tensor, op: str) -> None:
     """Until `out` is there: on a GPU its stream waits, else the host does, within our bound."""
     if out.is_cuda or group.virtual:
         work.wait()

@@ -91,14 +91,14 @@ SECOND_SHOT_US = 1.5  # signals cross the links once more, of two shots. [fit]
 SWITCH_SHARE = {"all_gather": 0.81, "reduce_scatter": 0.81, "all_reduce": 0.6}
 
 
-def steps(op: Collective, ranks: int) -> int:
+def ring_steps(op: Collective, ranks: int) -> int:
     """How often an element's neighbours in a ring are passed."""
     return (2 if op == "all_reduce" else 1) * (ranks - 1)
 
 
 def wire_bytes(op: Collective, nbytes: float, ranks: int) -> float:
     """What a rank sends at least."""
-    return nbytes * steps(op, ranks) / ranks
+    return nbytes * ring_steps(op, ranks) / ranks
 
 
 def nccl_us(op: Collective, nbytes: float, fabric: Fabric) -> float:
@@ -110,12 +110,12 @@ def nccl_us(op: Collective, nbytes: float, fabric: Fabric) -> float:
         rate = PROTOCOLS[-1].share * fabric.reached * fabric.port
         return _CALL_US + wire_bytes(op, nbytes, W) / _across(fabric, rate)
     times = []
-    crossings = steps(op, fabric.hosts) if fabric.hosts > 1 else 0
+    crossings = ring_steps(op, fabric.hosts) if fabric.hosts > 1 else 0
     for protocol in PROTOCOLS:
         rate = protocol.share * fabric.reached * fabric.port
         if protocol.flags_half:
             rate = min(rate, fabric.ll)
-        latency = (steps(op, W) - crossings) * protocol.hop_us
+        latency = (ring_steps(op, W) - crossings) * protocol.hop_us
         latency += crossings * protocol.network_hop_us
         times.append(_CALL_US + latency + wire_bytes(op, nbytes, W) / _across(fabric, rate))
     if fabric.multicast and fabric.hosts == 1 and op == "all_reduce" and W > 2:

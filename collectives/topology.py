@@ -12,7 +12,7 @@ def in_two_levels(group: Group) -> bool:
     return bool(group.hosts) and list(group.ranks) == sorted(group.ranks)
 
 
-def described(group: Group) -> str:
+def hosts_in_words(group: Group) -> str:
     """Its hosts, as in "2 + 1 ranks on 2 hosts"."""
     ranks = " + ".join(str(len(each)) for each in group.hosts)
     return f"{ranks} ranks on {len(group.hosts)} hosts"

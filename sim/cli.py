@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.compile:
         sys.stdout.flush()
         path = Path(args.script.partition(":")[0])
-        return compiling.tell(results.launched, path, PRESETS[args.hardware].chip)
+        return compiling.tell_launches(results.launched, path, PRESETS[args.hardware].chip)
     return 0
 
 
@@ -265,7 +265,7 @@ def _function(script: str, arguments: list[str]) -> Callable[[int], Any]:
         code = compile(path.read_bytes(), str(path.resolve()), "exec")
         sys.path.insert(0, str(path.resolve().parent))
         return lambda rank: _run_script(code, path)
-    module = compiling.load(path)
+    module = compiling.load_script(path)
     if not callable(getattr(module, function, None)):
         raise SystemExit(f"weft sim: {path} has no function {function!r}")
     found: Callable[[int], Any] = getattr(module, function)

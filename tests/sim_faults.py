@@ -257,8 +257,8 @@ IN_KERNELS = [
     fault(
         "tiles wait for the first part of their rows only",
         gathered_tiles,
-        "wait_for_rows(shards, rows, k_part, FETCH)",
-        "wait_for_rows(shards, rows, 0, FETCH)",
+        "wait_for_tile_rows(shards, rows, k_part, FETCH)",
+        "wait_for_tile_rows(shards, rows, 0, FETCH)",
         GATHERS[:1],
         programs="concurrent",
     ),

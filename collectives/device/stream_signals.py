@@ -131,7 +131,7 @@ def post(ws: Workspace, first: int, count: int = 1, word: int = DATA_WORD) -> No
     )
 
 
-def wait(ws: Workspace, first: int, count: int = 1, word: int = DATA_WORD) -> None:
+def wait_in_stream(ws: Workspace, first: int, count: int = 1, word: int = DATA_WORD) -> None:
     """Hold the stream until `count` ranks, from `first` on, have posted in this call."""
     launch_kept(
         ws.kept_launches(),
@@ -144,10 +144,10 @@ def wait(ws: Workspace, first: int, count: int = 1, word: int = DATA_WORD) -> No
     )
 
 
-def end(ws: Workspace, results: Sequence[torch.Tensor] = ()) -> None:
+def end_in_stream(ws: Workspace, results: Sequence[torch.Tensor] = ()) -> None:
     """Hold the stream until every rank has finished this call; spoil `results` if a wait failed."""
     post(ws, ws.rank + 1, ws.world_size - 1, _END_WORD)
-    wait(ws, ws.rank + 1, ws.world_size - 1, _END_WORD)
+    wait_in_stream(ws, ws.rank + 1, ws.world_size - 1, _END_WORD)
     # Bytes of ones are NaN in whatever type that the results of calls can have.
     flat = [x.as_strided((x.numel(),), (1,)).view(torch.int8) for x in results]
 
@@ -159,7 +159,7 @@ def end(ws: Workspace, results: Sequence[torch.Tensor] = ()) -> None:
     ws.repeat(("end of a call", layouts_of(flat)), flat, launched)
 
 
-def barrier(buffer: SymmetricBuffer, channel: int, timeout: float | None = None) -> None:
+def barrier_in_stream(buffer: SymmetricBuffer, channel: int, timeout: float | None = None) -> None:
     """`SymmetricBuffer.barrier` in the current stream."""
     W, generation = buffer.world_size, _BARRIER_WORDS + channel
     peers = buffer.signal_ptrs, buffer.rank, buffer.rank + 1, W - 1

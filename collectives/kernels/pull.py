@@ -178,7 +178,7 @@ def _pull_kernel(
         signals.spoil(out_ptr, count, SPOILS)
 
 
-def alignment(x: torch.Tensor, out: torch.Tensor) -> int:
+def word_bytes(x: torch.Tensor, out: torch.Tensor) -> int:
     """Bytes, 8 at most, of the widest words in which both tensors can be accessed."""
     places = (x.data_ptr(), out.data_ptr(), x.numel() * x.element_size(), x.storage_offset())
     return next(word for word in (8, 4, 2, 1) if all(place % word == 0 for place in places))

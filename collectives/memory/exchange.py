@@ -244,7 +244,7 @@ class StreamExchange(Exchange):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            self._signals.end(self._ws, self._results)
+            self._signals.end_in_stream(self._ws, self._results)
             self._ws.launched(self.op)
         elif kind is not PeerTimeout:
             self._abandon()
@@ -258,7 +258,7 @@ class StreamExchange(Exchange):
         with suppress(RuntimeError):  # the error of this rank tells more
             self._ws.break_off()
             self.signal_all()
-            self._signals.end(self._ws)
+            self._signals.end_in_stream(self._ws)
             self._ws.launched(self.op)
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
@@ -277,13 +277,13 @@ class StreamExchange(Exchange):
     def wait(self, peer: int) -> None:
         """Hold the stream until `peer` has signalled."""
         if peer in self._pending:
-            self._signals.wait(self._ws, peer)
+            self._signals.wait_in_stream(self._ws, peer)
             self._pending.discard(peer)
 
     def wait_all(self) -> None:
         """`wait` for every peer that was not waited for yet."""
         if 0 < len(self._pending) == self.world_size - 1:
-            self._signals.wait(self._ws, self.rank + 1, self.world_size - 1)
+            self._signals.wait_in_stream(self._ws, self.rank + 1, self.world_size - 1)
             self._pending.clear()
         super().wait_all()
 

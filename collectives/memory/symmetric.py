@@ -241,7 +241,7 @@ class SymmetricBuffer:
             from weft.collectives.device import stream_signals
 
             self.check_report("barrier")
-            stream_signals.barrier(self, channel, timeout)
+            stream_signals.barrier_in_stream(self, channel, timeout)
             return
         generation = self._barriers[channel] = self._barriers.get(channel, 0) + 1
         waiter, calls = self.waiter(timeout), self.group.calls

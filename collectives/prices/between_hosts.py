@@ -20,7 +20,7 @@ from weft import settings
 from weft.collectives import cost
 from weft.collectives.ranks.caches import KeptDict
 from weft.collectives.ranks.group import Group, kept_by_group
-from weft.collectives.topology import described
+from weft.collectives.topology import hosts_in_words
 
 
 class Line(NamedTuple):
@@ -57,7 +57,7 @@ def choice(
     ours, flat = (line.us(nbytes) for line in lines(op, group, device))
     told = ""
     if settings.tracing():
-        told = f"{described(group)}: predicted {ours:.3g} us in two levels, {flat:.3g} us flat"
+        told = f"{hosts_in_words(group)}: predicted {ours:.3g} us in two levels, {flat:.3g} us flat"
     return "hosts" if ours < flat else "generic", told
 
 

@@ -96,7 +96,7 @@ def fault(call: OpCall, targets: list[Layout]) -> tuple[type[Exception], str] | 
     return None
 
 
-def refusal(call: OpCall, targets: list[Layout]) -> Op | None:
+def refuse_dtypes(call: OpCall, targets: list[Layout]) -> Op | None:
     """On a rank without elements: raises what the op raises for such dtypes where there are some.
 
     Kernels may look at the dtype only if there is something to compute.

@@ -41,7 +41,7 @@ from weft.dtensor.dispatch.local_ops import (
     fault,
     is_faked,
     local_op,
-    refusal,
+    refuse_dtypes,
     with_conjugates,
 )
 from weft.dtensor.dispatch.pricing import choose_strategies
@@ -173,7 +173,7 @@ def _planned(
         plan.result = results[0] if decision.way else plan.result
         return plan
     if decision.localize is None:
-        local = refusal(call, targets) or local_op(call)
+        local = refuse_dtypes(call, targets) or local_op(call)
     else:
         local = decision.localize(call, targets, results)
     if not known and any(t.dtype.is_complex for t in call.inputs):

@@ -95,7 +95,7 @@ class MeshPlace:
 _places: weakref.WeakKeyDictionary[Any, MeshPlace] = weakref.WeakKeyDictionary()
 
 
-def place_of(mesh: DeviceMesh) -> MeshPlace:
+def place_in_mesh(mesh: DeviceMesh) -> MeshPlace:
     """This process's place in `mesh`."""
     place = _places.get(mesh)
     if place is None:
@@ -124,7 +124,7 @@ class Layout:
     ) -> None:
         self.mesh, self.placements = mesh, placements
         self.shape, self.stride, self.dtype = shape, stride, dtype
-        self.place = place_of(mesh)
+        self.place = place_in_mesh(mesh)
         # None in a process outside of the mesh, which holds no part.
         self.index = self.place.index
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from weft.collectives.ranks.group import forget_meshes
-from weft.dtensor.layout.boxes import Layout, layout_of, place_of
+from weft.dtensor.layout.boxes import Layout, layout_of, place_in_mesh
 from weft.dtensor.layout.placements import Placements, is_shard, pieces_of, shard_dim
 from weft.dtensor.layout.runs import Shape, is_open
 
@@ -74,7 +74,7 @@ def _settled(n: int) -> int:
 def _parts_of_dims(mesh: DeviceMesh, placements: Placements, ndim: int) -> list[int]:
     """Into how many parts each tensor dim is cut."""
     parts = [1] * ndim
-    for placement, size in zip(placements, place_of(mesh).sizes, strict=True):
+    for placement, size in zip(placements, place_in_mesh(mesh).sizes, strict=True):
         if is_shard(placement):
             parts[shard_dim(placement)] *= size
     return parts
@@ -84,7 +84,7 @@ def relate(
     shape: Sequence[int], local_shape: Sequence[int], mesh: DeviceMesh, placements: Placements
 ) -> None:
     """Add a guard to the graph for each open size: whether all ranks hold as much as this one."""
-    if any(map(is_open, shape)) and place_of(mesh).index is not None:
+    if any(map(is_open, shape)) and place_in_mesh(mesh).index is not None:
         parts = _parts_of_dims(mesh, placements, len(shape))
         for n, own, count in zip(shape, local_shape, parts, strict=True):
             bool(n == own * count)  # asking for the value adds the guard, whichever it is

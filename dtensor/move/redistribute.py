@@ -325,7 +325,7 @@ def _pull_by_kernel(
     out = local.new_empty(step.target.local_shape)
     if not pieces:
         _fill_neutral(step, out)
-    align = pull.alignment(local, out)
+    align = pull.word_bytes(local, out)
     key = (local.device, align)
     if (table := step.tables.get(key)) is None:
         boxes = [_box(step, piece, group) for piece in pieces]

@@ -24,7 +24,7 @@ from weft.dtensor.plans.bills import DataParallel, Option
 from weft.dtensor.plans.graph import Graph, ModelNode, recorded
 from weft.dtensor.plans.options import NodeOptions
 from weft.dtensor.plans.prices import Prices, has_groups, prices_of
-from weft.dtensor.plans.search import Label, choices_of, search
+from weft.dtensor.plans.search import Label, choices_of, search_layouts
 
 # Linears with so small a part of the largest one's weights are replicated by hand: routers.
 _SMALL = 64
@@ -181,7 +181,7 @@ class _Split:
         """All that no other way beats in time and memory; of one kind, if `by_hand` tells it."""
         weights = [w.numel() for n in self.options.graph.nodes for w in n.weights.values()]
         allows = by_hand and partial(by_hand, max(weights, default=0))
-        return [_Way(self, label) for label in search(self.options, allows)]
+        return [_Way(self, label) for label in search_layouts(self.options, allows)]
 
 
 @dataclass(frozen=True)

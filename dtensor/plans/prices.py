@@ -99,7 +99,7 @@ class MachinePrices:
     ) -> float:
         matmul = self.matmul_us(M, N, K, dtype)
         moved = wire_bytes(COLLECTIVE_OF[op], moved_bytes(op, M, N, K, dtype.itemsize), ranks)
-        return matmul + engines.fused_us(moved, self.rates, matmul if self.overlaps else 0.0)
+        return matmul + engines.exposed_us(moved, self.rates, matmul if self.overlaps else 0.0)
 
 
 def prices_of(hardware: Any, mesh: DeviceMesh) -> Prices:

@@ -51,7 +51,7 @@ class Label(NamedTuple):
 Labels = dict[State, list[Label]]
 
 
-def search(options: NodeOptions, allows: Allows | None = None) -> list[Label]:
+def search_layouts(options: NodeOptions, allows: Allows | None = None) -> list[Label]:
     """The labels of the whole model; none if no combination fits."""
     graph = options.graph
     labels: Labels = {(): [Label(0.0, 0.0, 0.0, None)]}
@@ -79,7 +79,7 @@ def through(
     for node in graph.nodes[segment.start : segment.stop]:
         later, after = remaining(graph, alive, node), dict[State, list[Label]]()
         for before, reached in labels.items():
-            for option, end in steps(options, node, alive, before, later):
+            for option, end in search_steps(options, node, alive, before, later):
                 if allows is not None and not allows(node, option):
                     continue
                 after.setdefault(end, []).extend(
@@ -111,7 +111,7 @@ def remaining(graph: Graph, alive: tuple[int, ...], node: ModelNode) -> tuple[in
     return tuple(i for i in born if graph.nodes[i].last_use > node.index)
 
 
-def steps(
+def search_steps(
     options: NodeOptions,
     node: ModelNode,
     alive: tuple[int, ...],

@@ -25,7 +25,7 @@ from weft.dtensor.layout.boxes import Layout
 from weft.dtensor.layout.placements import distinct, is_shard, shard_dim
 from weft.dtensor.layout.runs import contiguous_stride
 from weft.dtensor.layout.symbolic import cached, present
-from weft.kernels.engine.engines import fused_us
+from weft.kernels.engine.engines import exposed_us
 
 RING, ULYSSES = "ring_attention", "ulysses_attention"
 _SEQUENCE = Shard(2)
@@ -114,7 +114,7 @@ def _ring_us(call: OpCall, mesh_dim: int, is_causal: bool, fits: str) -> float |
         return why
     q, k = call.inputs[:2]
     W, rates = q.place.sizes[mesh_dim], cost.typical(call.mesh.device_type)
-    us = fused_us(2 * _own_bytes(k, mesh_dim) * (W - 1) / W, rates)
+    us = exposed_us(2 * _own_bytes(k, mesh_dim) * (W - 1) / W, rates)
     if is_causal:
         scores = _own_bytes(q, mesh_dim) / q.dtype.itemsize * present(k.shape[2])
         even = 2 * scores / W / rates.flops_of(q.dtype)
@@ -131,4 +131,4 @@ def _ulysses_us(call: OpCall, mesh_dim: int, is_causal: bool, fits: str) -> floa
         if t.shape[1] % (ranks := t.parts(1) * W):
             return f"{q.shape[1]} and {k.shape[1]} heads are not divided by {ranks} ranks"
     held = 2 * (_own_bytes(q, mesh_dim) + _own_bytes(k, mesh_dim)) / W  # q and the result, k and v
-    return 2 * fused_us(held * (W - 1) / W / 2, rates)
+    return 2 * exposed_us(held * (W - 1) / W / 2, rates)

@@ -34,7 +34,7 @@ from weft.dtensor.rules.matmul import (
     scaled_grouped_product,
     summand_placement,
 )
-from weft.kernels.engine.engines import collective_us, fused_us
+from weft.kernels.engine.engines import collective_us, exposed_us
 
 GATHER = "all_gather_matmul"
 # What a host takes to fetch a group's rows and to send its results, however few these are.
@@ -107,8 +107,8 @@ def _travel_us(call: OpCall, mesh_dim: int) -> float | str:
         return "another mesh dim cuts dim 0 of the second, or the first in strides"
     rates, rows = cost.typical(call.mesh.device_type), present(x.shape[0] / x.parts(0))
     share = rows * (W - 1) / W
-    there = fused_us(share * x.dtype.itemsize * present(x.shape[1]), rates)
-    back = fused_us(share * call.outputs[0].dtype.itemsize * present(w.shape[2]), rates)
+    there = exposed_us(share * x.dtype.itemsize * present(x.shape[1]), rates)
+    back = exposed_us(share * call.outputs[0].dtype.itemsize * present(w.shape[2]), rates)
     loop = _GROUP_US * present(w.shape[0]) / W if call.mesh.device_type == "cpu" else 0.0
     return there + back + collective_us(4 * present(x.shape[0]), rates) + loop
 
@@ -181,7 +181,7 @@ def _gather_us(call: OpCall, mesh_dim: int, row: int, column: int) -> float | st
         columns = w.shape[column] // w.parts(column)
         M, N, K = (int(present(n)) for n in (math.prod(x.shape[:-1]), columns, x.shape[-1]))
         hidden = rates.matmul_us(M, N, K, x.dtype)
-    us = fused_us(present(transition_bytes(x, mesh_dim, Replicate())), rates, hidden)
+    us = exposed_us(present(transition_bytes(x, mesh_dim, Replicate())), rates, hidden)
     return us + rates.memory_us(0, 2 * (stacked(w) - 1))
 
 
@@ -211,6 +211,6 @@ def reduction_us(
     """us of reducing a product's sum by `count` fused ops, and by a collective of its own."""
     rates = cost.typical(total.mesh.device_type)
     nbytes = present(transition_bytes(total, mesh_dim, wanted))
-    return fused_us(nbytes, rates) + rates.memory_us(0, 2 * (count - 1)), collective_us(
+    return exposed_us(nbytes, rates) + rates.memory_us(0, 2 * (count - 1)), collective_us(
         nbytes, rates
     )

@@ -17,7 +17,7 @@ from weft.dtensor.random import drawn
     "uniform normal random exponential log_normal cauchy geometric rand_like randn_like "
     "randint_like"
 )
-def draw(call: OpCall) -> Choices | Chosen:
+def random_numbers(call: OpCall) -> Choices | Chosen:
     """Numbers that depend on the tensor's shape and strides, not on its values."""
     if len(call.inputs) != 1 or "Tensor" in getattr(call.op, "_overloadname", ""):
         return given_by_tensors(call)
@@ -46,9 +46,9 @@ def _draw_part(call: OpCall, inputs: list[Layout], outputs: list[Layout]) -> Op:
 
 @rule("bernoulli")
 def bernoulli(call: OpCall) -> Choices | Chosen | Decomposed:
-    """Like `draw` if the probability is a number, on replicas if it is a tensor."""
+    """Like `random_numbers` if the probability is a number, on replicas if it is a tensor."""
     if isinstance(call.bound.get("p"), (int, float)):
-        return draw(call)
+        return random_numbers(call)
     if call.name == "bernoulli_":
         return Decomposed(
             lambda x, p, generator=None: x.copy_(

@@ -137,7 +137,7 @@ def host_reads(lengths: torch.Tensor) -> bool:
     return not lengths.is_cuda
 
 
-def check_room(
+def check_capacity(
     cache: Cache, lengths: torch.Tensor, group: Group, op: str, oldest: int | None
 ) -> None:
     """Raise on every rank if the caches of one cannot hold the sequences, if the host reads these.

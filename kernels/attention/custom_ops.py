@@ -142,7 +142,7 @@ def _heads_to_tokens(
     W = group.world_size
     rows = tuple([x.shape[2] // W] * W if sizes is None else sizes)
     given = _heads(heads, kv_heads, of_keys, W)
-    return swaps.to_tokens(x, group, given, rows, kv_heads if of_keys else heads)
+    return swaps.heads_to_tokens(x, group, given, rows, kv_heads if of_keys else heads)
 
 
 def _heads_to_tokens_fake(

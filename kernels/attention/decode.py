@@ -38,7 +38,7 @@ from weft.collectives.ranks.flight import call_of
 from weft.collectives.ranks.group import GroupLike, alone, group_name
 from weft.collectives.ranks.reports import check_all
 from weft.collectives.ranks.traced import is_call_traced
-from weft.kernels.attention.cache import Cache, Shard, check_room, checked_cache, host_reads
+from weft.kernels.attention.cache import Cache, Shard, check_capacity, checked_cache, host_reads
 from weft.kernels.attention.decode_host import attend_locally, merge_ranks, wide_dtype, with_lse
 from weft.kernels.engine.chips import chip_of
 from weft.kernels.engine.engines import Problem, RunnableEngine, choose, too_wide
@@ -140,7 +140,7 @@ def flash_decode(
     check_call(group, lambda: call_of("flash_decode", plan.told).text.decode())
     engine = plan.engine
     if engine is None:
-        check_room(cache, lengths, group, "flash_decode", plan.oldest)
+        check_capacity(cache, lengths, group, "flash_decode", plan.oldest)
         engine = choose(_problem(q, cache, lengths, group, plan.oldest), group, q.device)
         if not host_reads(lengths):
             plan.engine = engine
@@ -297,7 +297,7 @@ def append_to_cache(
     layouts = layouts_of(given) if isinstance(lengths, torch.Tensor) else ()  # an error follows
     key = group, shard, block_size, layouts
     cache = Cache(k_cache, v_cache, block_table, *_appends.of(key, checked))
-    check_room(cache, lengths, group, "append_to_cache", k.shape[2])
+    check_capacity(cache, lengths, group, "append_to_cache", k.shape[2])
     if ranks > 1:
         k, v = (x.chunk(ranks, 1)[group.rank] for x in (k, v))
     if not (group.on_gpus(k.device) or settings.current_engine() == "triton"):

@@ -23,7 +23,7 @@ from weft.collectives import Group, all_gather, reduce_scatter
 from weft.collectives.hosts import Crossing, HostRows, Pairs
 from weft.collectives.memory.backends import persistent
 from weft.kernels.attention.host import AttentionGrad, PartialAttention, Total
-from weft.kernels.attention.library import contiguous_rows
+from weft.kernels.attention.library import library_layout
 from weft.kernels.flash.geometry import UNBOUNDED, Geometry, Span, rectangles_between
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _attend(
     if return_lse or not (q.numel() and k.numel()):
         out, lse = _plain_attention(q, k, v, mask, scale)
     else:
-        gqa, q = q.shape[1] != k.shape[1], contiguous_rows(q)
+        gqa, q = q.shape[1] != k.shape[1], library_layout(q)
         out = functional.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=gqa)
     if blind is not None:
         out = out.masked_fill(blind.unsqueeze(-1), 0.0)

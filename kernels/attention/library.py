@@ -94,7 +94,7 @@ def gpu_refusal(device: torch.device, dtype: torch.dtype, D: int) -> str:
     return ""
 
 
-def contiguous_rows(x: torch.Tensor) -> torch.Tensor:
+def library_layout(x: torch.Tensor) -> torch.Tensor:
     """x with contiguous rows, which torch's CPU kernel assumes, and in no other dim neighbours.
 
     There the kernel would take its result, laid out like overlapping queries, for another layout.
@@ -211,7 +211,7 @@ def _tokens_first(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-_on_cpu = _cpu_forward, _cpu_backward, contiguous_rows, contiguous_rows, _cpu_merge
+_on_cpu = _cpu_forward, _cpu_backward, library_layout, library_layout, _cpu_merge
 CPU = LocalKernels(*_on_cpu, square=False, columns=1)
 _on_gpu = _gpu_forward, _gpu_backward, _aligned_rows, _tokens_first, _gpu_merge
 GPU = LocalKernels(*_on_gpu, square=True, columns=0)

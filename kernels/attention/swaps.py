@@ -71,7 +71,7 @@ class Swap(torch.autograd.Function):
         group, way = ctx.args[0][0], ctx.args[0][-1]
         record_backward(OP, way, group, *["all_to_all"] * sum(ctx.needs_input_grad[:3]))
         pairs = zip(grads, ctx.args, ctx.needs_input_grad, strict=False)
-        found = [to_tokens(grad, *args) if need else None for grad, args, need in pairs]
+        found = [heads_to_tokens(grad, *args) if need else None for grad, args, need in pairs]
         return *found, None, None, None, None
 
 
@@ -88,7 +88,7 @@ class SwapBack(torch.autograd.Function):
         way: Way,
     ) -> torch.Tensor:
         ctx.args = group, heads, sizes, way
-        return to_tokens(x, group, heads, sizes, sum(map(len, heads)), way)
+        return heads_to_tokens(x, group, heads, sizes, sum(map(len, heads)), way)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -132,7 +132,7 @@ def to_heads(
         return ex.result(out)
 
 
-def to_tokens(
+def heads_to_tokens(
     x: torch.Tensor,
     group: Group,
     heads: HeadsByRank,

@@ -300,9 +300,9 @@ def _collective_launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, 
     op, ws = collective_launch, _workspace()
     with catching(stream_signals, copy_engines) as caught:
         stream_signals.begin(ws)
-        stream_signals.wait(ws, 1)
-        stream_signals.end(ws)
-        stream_signals.end(ws, [torch.empty(8, 8, dtype=dtype, device="meta")] * 2)
+        stream_signals.wait_in_stream(ws, 1)
+        stream_signals.end_in_stream(ws)
+        stream_signals.end_in_stream(ws, [torch.empty(8, 8, dtype=dtype, device="meta")] * 2)
         copy_engines.announce(ws, link_of(ws), 1, 0, 2)
     yield from (("signals of a stream", launch) for launch in caught)
     reduced = dtype in op.REDUCED

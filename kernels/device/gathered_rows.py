@@ -114,7 +114,7 @@ def tile_rows(shards, WORLD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def described_rows(
+def own_or_fetched_rows(
     shards,
     own_scales,  # Scales of the own rows
     gathered,  # Rows
@@ -154,7 +154,7 @@ def described_rows(
 
 
 @triton.jit
-def wait_for_rows(shards, rows, part, FETCH: tl.constexpr):
+def wait_for_tile_rows(shards, rows, part, FETCH: tl.constexpr):
     """Wait until `part` of a tile's `rows` (TileRows) is gathered. False on a time-out."""
     W: tl.constexpr = FETCH.world_size
     arrived = True

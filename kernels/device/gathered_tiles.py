@@ -25,9 +25,9 @@ from weft.kernels.device import gathers, splits, tiles
 from weft.kernels.device.flattened import order_descriptors
 from weft.kernels.device.gathered_rows import (
     TileRows,
-    described_rows,
+    own_or_fetched_rows,
     rows_of_tile,
-    wait_for_rows,
+    wait_for_tile_rows,
 )
 from weft.kernels.device.outputs import finish_tile
 from weft.kernels.engine.chips import Tiling
@@ -153,12 +153,12 @@ def begin_tile(call, item, part, until, V: tl.constexpr):
     FETCH: tl.constexpr = V.fetch
     BLOCK_M: tl.constexpr = V.tiles.block_m
     tile_m, tile_n, shift = _tile_of(call, item, V)
-    rows, is_own, row = described_rows(
+    rows, is_own, row = own_or_fetched_rows(
         call.shards, call.x_scales, call.gathered, tile_m, FETCH.world_size, BLOCK_M
     )
     came = True
     for each in range(part, until):
-        came &= wait_for_rows(call.shards, rows, each, FETCH)
+        came &= wait_for_tile_rows(call.shards, rows, each, FETCH)
     # Of what has not come nothing is read: own rows stand for it, and are not stored.
     row = order_descriptors(tl.where(came, row, 0))
     desc = call.gathered_desc
@@ -174,7 +174,7 @@ def finish_described(call, acc, second, item, ready, V: tl.constexpr):
     ACTIVATION: tl.constexpr = V.activation
     BLOCK_M: tl.constexpr = V.tiles.block_m
     tile_m, tile_n, shift = _tile_of(call, item, V)
-    rows, _, _ = described_rows(call.shards, call.x_scales, call.gathered, tile_m, W, BLOCK_M)
+    rows, _, _ = own_or_fetched_rows(call.shards, call.x_scales, call.gathered, tile_m, W, BLOCK_M)
     start_n = tile_n * V.whole_n + shift
     inside = rows.inside & ready
     rows = TileRows(rows.ptrs, rows.scales, rows.numbers, inside, rows.first, rows.last)
@@ -236,7 +236,7 @@ def _sums_of_tile(call, rows, weights, scratch_ptr, item, start_n, N, came, V: t
     second = acc if PAIR else None
     for k_part in range(PARTS):
         if not V.direct:
-            whole &= wait_for_rows(shards, rows, k_part, FETCH)
+            whole &= wait_for_tile_rows(shards, rows, k_part, FETCH)
         first_k, last_k = splits.part_of(
             shards.columns, part + k_part, TILES.block_k, SPLIT * PARTS
         )

@@ -102,7 +102,7 @@ def _parted(word, BFLOAT16: tl.constexpr):
 
 
 @triton.jit
-def store_rows(row_ptrs, acc, inside, WIRE: tl.constexpr):
+def send_rows(row_ptrs, acc, inside, WIRE: tl.constexpr):
     """Send rows of partial sums to row_ptrs (ROWS, 1): those `inside` (ROWS, 1), or all if None."""
     COLUMNS: tl.constexpr = acc.shape[1]
     if WIRE.bits == 16:
@@ -130,10 +130,10 @@ def store_rows(row_ptrs, acc, inside, WIRE: tl.constexpr):
 
 
 @triton.jit
-def store_block(block_ptr, acc, WIRE: tl.constexpr):
+def send_block(block_ptr, acc, WIRE: tl.constexpr):
     """Send a whole tile of partial sums."""
     rows = tl.arange(0, acc.shape[0])[:, None] * (acc.shape[1] * WIRE.bits // 32)
-    store_rows(block_ptr + rows, acc, None, WIRE)
+    send_rows(block_ptr + rows, acc, None, WIRE)
 
 
 @triton.jit

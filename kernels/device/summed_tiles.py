@@ -1,6 +1,6 @@
 """What kernels that add up products over ranks share: making a tile, and summing up its slots.
 
-    rank r     tile of sum_i x_i @ w_i  --`product`-->  a slot for r, at the tile's owner
+    rank r     tile of sum_i x_i @ w_i  --`tile_product`-->  a slot for r, at the tile's owner
     owner      scale * (slot 0 + slot 1 + ...) + bias + residual  --`collect`-->  rows of out
 
 Who owns which tile, and when it is sent, signalled and waited for, is each kernel's own protocol:
@@ -89,14 +89,14 @@ def half_of(link, rank, generation):
 
 
 @triton.jit
-def place_of(tile, tiles_m, tiles_n, V: tl.constexpr):
+def tile_place(tile, tiles_m, tiles_n, V: tl.constexpr):
     """The first row and the first column of tile number `tile`."""
     tile_m, tile_n = tiles.grouped_tile(tile, tiles_m, tiles_n, V.tiles.group_m)
     return tile_m * V.tiles.block_m, tile_n * V.tiles.block_n
 
 
 @triton.jit
-def product(
+def tile_product(
     terms,
     x_descs,  # of each term, or None
     w_descs,

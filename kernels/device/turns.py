@@ -38,7 +38,9 @@ def follows(program, programs, SENDERS: tl.constexpr):
 
 
 @triton.jit
-def wait(link, rank, program, generation, sends, WORLD_SIZE: tl.constexpr, SENDERS: tl.constexpr):
+def wait_turn(
+    link, rank, program, generation, sends, WORLD_SIZE: tl.constexpr, SENDERS: tl.constexpr
+):
     """Wait for the turn of `program` before its send number `sends` (from 0)."""
     if follows(program, tl.num_programs(0), SENDERS):
         before = signals.slot_ptr(link.signal_ptrs, rank, WORLD_SIZE, 1, rank, program - 1)
@@ -47,7 +49,7 @@ def wait(link, rank, program, generation, sends, WORLD_SIZE: tl.constexpr, SENDE
 
 
 @triton.jit
-def end(link, rank, program, generation, sends, WORLD_SIZE: tl.constexpr):
+def end_turn(link, rank, program, generation, sends, WORLD_SIZE: tl.constexpr):
     """Announce that `program` has sent `sends` times in this call."""
     word = signals.slot_ptr(link.signal_ptrs, rank, WORLD_SIZE, 1, rank, program)
     signals.mark_local(word, (generation << 32) + sends)

@@ -27,7 +27,7 @@ from weft.collectives.protocols import COLLECTIVE_OF, moved_bytes, nccl_us
 from weft.collectives.ranks.caches import KeptDict
 from weft.collectives.ranks.group import kept_by_group
 from weft.collectives.ranks.reports import check_all
-from weft.collectives.topology import described, in_two_levels
+from weft.collectives.topology import hosts_in_words, in_two_levels
 from weft.kernels.engine import fused_times, kernel_rates, tuning
 from weft.kernels.engine.chips import chip_of
 
@@ -164,7 +164,7 @@ def _cheapest(problem: Problem, group: Group, device: torch.device) -> tuple[Run
         prices = predict(problem, group, device)
         best = min(prices, key=lambda engine: prices[engine].score)
         if best == "hosts":
-            reason = f"{described(group)}, fused inside each"
+            reason = f"{hosts_in_words(group)}, fused inside each"
         return best, f"{reason}: {_compared(best, prices)}"
     without = f"; not host: {problem.host_refusal}" if problem.host_refusal else ""
     if group.world_size == 1:
@@ -297,7 +297,7 @@ def attention_prices(
 ) -> dict[RunnableEngine, Price]:
     """Forward on W GPUs, by the rates of a library's attention."""
     sync = rates.sync_us
-    times = fused_times.attention_times(work, chip, fused_times.name_of(problem.dtype))
+    times = fused_times.attention_times(work, chip, fused_times.dtype_name(problem.dtype))
     moved, how = _moved(rates, problem.moved_bytes), f"{work.queries} queries, {work.seen} keys"
     kernel = Part("attention", times.fused, f"{how} at {kernel_rates.ATTENTION:.0%} of a library")
     start = Part("signals", 2 * sync, f"2 of {sync:.3g} us")
@@ -344,7 +344,7 @@ def _fused_matmul(
     problem: Problem, group: Group, device: torch.device, rates: cost.Machine
 ) -> dict[RunnableEngine, Price]:
     """By the closed forms that virtual time is held against."""
-    W, dtype = group.world_size, fused_times.name_of(problem.dtype)
+    W, dtype = group.world_size, fused_times.dtype_name(problem.dtype)
     chip = hardware_of(group, device)
     sizes = problem.op, problem.M, problem.N, problem.K
     made = fused_times.fused_time(*sizes, dtype, chip, W, wire=problem.wire_dtype)
@@ -372,7 +372,7 @@ def _fused_matmul(
 def unfused_parts(problem: Problem, chip: Hardware, W: int) -> tuple[Part, ...]:
     """A matmul by the library, and the process group's collective: the generic engine."""
     M, N, K, op = problem.M, problem.N, problem.K, COLLECTIVE_OF[problem.op]
-    size, dtype = problem.dtype.itemsize, fused_times.name_of(problem.dtype)
+    size, dtype = problem.dtype.itemsize, fused_times.dtype_name(problem.dtype)
     summed = op != "all_gather"
     wire = problem.wire_dtype.itemsize if problem.wire_dtype else max(size, 4)
     nbytes = moved_bytes(problem.op, M, N, K, wire if summed else size)
@@ -412,7 +412,7 @@ def _regrets(problem: Problem, chip: Hardware, W: int) -> tuple[tuple[RunnableEn
     most: dict[RunnableEngine, float] = {"triton": 0.0, "generic": 0.0}
     for part in _OWN_SIZES:
         tried = _with_own(problem, part / W)
-        sizes = tried.op, tried.M, tried.N, tried.K, fused_times.name_of(tried.dtype)
+        sizes = tried.op, tried.M, tried.N, tried.K, fused_times.dtype_name(tried.dtype)
         us: dict[RunnableEngine, float] = {
             "triton": fused_times.fused_time(*sizes, chip, W, wire=tried.wire_dtype).us,
             "generic": sum(each.us for each in unfused_parts(tried, chip, W)),
@@ -441,7 +441,7 @@ def _on_cpu(
     """
     matmul, moved = _matmul(problem, rates), _moved(rates, problem.moved_bytes)
     signals = Part("signals", 2 * rates.sync_us, f"2 of {rates.sync_us:.3g} us")
-    beyond_us = fused_us(problem.moved_bytes, rates)
+    beyond_us = exposed_us(problem.moved_bytes, rates)
     generic = _by_process_group(problem, rates)
     return {
         "host": Price(matmul.us + beyond_us, beyond_us, (matmul, moved, signals)),
@@ -449,7 +449,7 @@ def _on_cpu(
     }
 
 
-def fused_us(nbytes: float, rates: cost.Machine, hidden_us: float = 0.0) -> float:
+def exposed_us(nbytes: float, rates: cost.Machine, hidden_us: float = 0.0) -> float:
     """What a fused op takes beyond its computation, which hides `hidden_us` of the transfers."""
     return max(rates.memory_us(nbytes, syncs=0) - hidden_us, 0.0) + rates.memory_us(0, syncs=2)
 

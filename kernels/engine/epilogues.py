@@ -59,7 +59,7 @@ def keeps_sums(activation: Activation | None) -> bool:
     return activation not in (None, "relu")
 
 
-def gradients(
+def activation_gradients(
     dys: Sequence[torch.Tensor], kept: Sequence[torch.Tensor], activation: Activation | None
 ) -> list[torch.Tensor]:
     """dz for every z, given dy for every y; `kept` are the zs, or the ys for relu."""

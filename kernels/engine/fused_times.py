@@ -314,7 +314,7 @@ def attention_times(work: AttentionWork, chip: Hardware, dtype: str) -> Attentio
     )
 
 
-def name_of(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """As `Hardware.flops` has it."""
     return "float8" if dtype.itemsize == 1 else str(dtype).removeprefix("torch.")
 

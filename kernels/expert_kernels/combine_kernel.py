@@ -44,9 +44,9 @@ from weft.kernels.engine.chips import Tiling
 from weft.kernels.expert_kernels.expert_tiles import (
     expert_tile,
     experts_of,
-    place_of,
     tiles_of,
     weight_of,
+    weight_place,
 )
 
 
@@ -151,7 +151,7 @@ def push(call, program, programs, V: tl.constexpr):
         for i in tl.static_range(TERMS):
             N = call.Ns[i]
             desc = w_descs[i] if i < 2 else None
-            row, column = place_of(tile.expert, N, H, start_n, desc, V.w_transposed)
+            row, column = weight_place(tile.expert, N, H, start_n, desc, V.w_transposed)
             acc, _ = tiles.accumulate(
                 acc,
                 None,

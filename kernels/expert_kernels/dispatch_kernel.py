@@ -53,10 +53,10 @@ from weft.kernels.engine.epilogues import Activation
 from weft.kernels.expert_kernels.expert_tiles import (
     expert_tile,
     experts_of,
-    place_of,
     rows_of,
     tiles_of,
     weight_of,
+    weight_place,
 )
 from weft.kernels.expert_kernels.pulled_rows import (
     PulledRows,
@@ -161,7 +161,7 @@ def _make_tile(call, tile, came, V: tl.constexpr):
         N = call.Ns[i]
         if (tile_n >= 0) & (tile_n < tiles.cdiv(N, TILES.block_n)):
             start_n = tile_n * TILES.block_n
-            row, column = place_of(
+            row, column = weight_place(
                 tile.expert, call.pull.K, N, start_n, call.w_desc, V.w_transposed
             )
             w, w2 = weight_of(call.weights[i], tile.expert), None

@@ -120,7 +120,7 @@ def weight_of(w, expert):
 
 
 @triton.jit
-def place_of(expert, K, N, start_n, w_desc, TRANSPOSED: tl.constexpr):
+def weight_place(expert, K, N, start_n, w_desc, TRANSPOSED: tl.constexpr):
     """Where the expert's weight begins: the row, and the column of its column start_n, as
     `tiles.accumulate` counts them. By descriptor, all experts' weights are one matrix.
     """

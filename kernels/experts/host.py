@@ -79,7 +79,7 @@ def dispatch_backward(
             push = Push(stack.enter_context(ex), routing, x.shape[1], wire)
         for e, part in enumerate(routing.rows_of_expert):
             dh = [each[part] for each in dhs]
-            dzs = epilogues.gradients(dh, [each[part] for each in kept], call.activation)
+            dzs = epilogues.activation_gradients(dh, [each[part] for each in kept], call.activation)
             if any(needs_w):
                 mine = rows[part] if rows is not None else pull.rows(e)
                 for dw, dz in zip(dws, dzs, strict=True):

@@ -194,7 +194,7 @@ def dispatch_backward(
     needs_w: Sequence[bool],
 ) -> list[torch.Tensor | None]:
     routing, op, told = call.routing, "dispatch_grouped_matmul backward", call.told(x)
-    dzs = epilogues.gradients(list(dhs), list(kept), call.activation)
+    dzs = epilogues.activation_gradients(list(dhs), list(kept), call.activation)
     dx = None
     if any(needs_w) and rows is None:
         rows = dispatched(op, told, routing, x, quantize=call.quantize is not None).rows

@@ -261,7 +261,7 @@ def rostered(
     """The first half of `routed`, which no device takes part in."""
     ids = topk_ids.detach().to(torch.int32).contiguous()
     group = resolve(group)
-    check_parts(group, tp)
+    check_sets(group, tp)
     own = (
         own_experts if num_experts is None else share(num_experts, group.rank, group.world_size, tp)
     )
@@ -307,7 +307,7 @@ def routing_of(roster: Roster, capacity: int | None) -> Routing:
     )  # fmt: skip
 
 
-def check_parts(group: Group, tp: int) -> None:
+def check_sets(group: Group, tp: int) -> None:
     """Raise ValueError unless the ranks are sets of `tp`."""
     if tp < 1 or group.world_size % tp:
         raise ValueError(

@@ -30,7 +30,7 @@ from weft.kernels.flash.attention_tiles import (
     seen_pairs,
 )
 from weft.kernels.flash.ring_keys import head_keys, over_keys
-from weft.kernels.flash.ring_tables import rows_of
+from weft.kernels.flash.ring_tables import keys_held
 
 if TYPE_CHECKING:
     from weft.kernels.attention.ring import Saved
@@ -239,7 +239,7 @@ def spoil_gradients(dq_ptr, dk_ptr, dv_ptr, queries, B, ring, SHAPE: tl.constexp
     """Spoil what a launch that timed out returns: see `signals.spoil`."""
     size = tl.cast(B, tl.int64) * SHAPE.head_dim
     signals.spoil(dq_ptr, size * queries.H * queries.n)
-    of_keys = size * ring.keys.H_KV * rows_of(ring.table, ring.rank, SHAPE)
+    of_keys = size * ring.keys.H_KV * keys_held(ring.table, ring.rank, SHAPE)
     signals.spoil(dk_ptr, of_keys)
     signals.spoil(dv_ptr, of_keys)
 

@@ -1,6 +1,6 @@
 """One call of attention over sharded sequences, as its kernels know it: launch and geometry.
 
-Forward and backward, by ring and by heads, are launched by `launch` with `RingOptions`, are
+Forward and backward, by ring and by heads, are launched by `launch_ring` with `RingOptions`, are
 compiled for a `Shape` and take `Keys` and `Tables`: who holds which tokens, and what sees what.
 Legend as in `ring_keys`.
 """
@@ -195,7 +195,7 @@ def keys_of(
     return Keys(k, v, k.stride()[:3], gathered, H_kv, B * H_kv, heads.start, len(heads))
 
 
-def launch(
+def launch_ring(
     kernel: Any,
     config: RingOptions,
     given: Sequence[Any],

@@ -41,7 +41,7 @@ from weft.kernels.flash.ring_tables import (
     count_tiles,
     is_needed,
     key_spans,
-    rows_of,
+    keys_held,
     shard_tile,
     span_of,
 )
@@ -96,7 +96,7 @@ def add_parts(dk_ptr, dv_ptr, parts_ptr, size, slots, head, tile, ring, SHAPE: t
     PITCH: tl.constexpr = SHAPE.fp32_pitch
     REDUCE_N: tl.constexpr = SHAPE.config.reduce_n
     row, length = tile.row, tile.length
-    m = rows_of(ring.table, ring.rank, SHAPE)
+    m = keys_held(ring.table, ring.rank, SHAPE)
     for start in range(0, length, REDUCE_N):
         rows, offs_d = row + start + tl.arange(0, REDUCE_N), tl.arange(0, SHAPE.block_d)
         inside = (rows < row + length)[:, None] & (offs_d < D)[None, :]
@@ -165,7 +165,7 @@ def make_dkv(
     for step in range(SHAPE.world_size):
         owner = (rank + step) % SHAPE.world_size
         count = count_tiles(spans_ptr, owner, SPANS, BLOCK_N) * keys.heads
-        if is_needed(table, rank, owner, 0, rows_of(table, owner, SHAPE), SHAPE):
+        if is_needed(table, rank, owner, 0, keys_held(table, owner, SHAPE), SHAPE):
             arrivals = wait_for_source(arrivals, step, ring, SHAPE)
         if (arrivals >> step & 1) == 0:
             count = 0  # its keys are not seen, or did not arrive in time

@@ -182,5 +182,5 @@ def launch_ring_attention_backward(
     given = given_to_gradients(saved)
     k, v = contiguous_rows(k, saved.v)
     own = slots_of(k, geometry, config.dkv_n), *given
-    ring_call.launch(_ring_attention_backward_kernel, config, own, k, v, ws, geometry, scale)
+    ring_call.launch_ring(_ring_attention_backward_kernel, config, own, k, v, ws, geometry, scale)
     return given[:3]

@@ -263,5 +263,5 @@ def launch_ring_attention(
     out = torch.empty((B, H, n, D), dtype=q.dtype, device=q.device)
     lse = torch.empty((B, H, n), dtype=torch.float32, device=q.device)
     given = out, lse, heads_of(contiguous_rows(q)), H, n
-    ring_call.launch(_ring_attention_kernel, config, given, k, v, ws, geometry, scale)
+    ring_call.launch_ring(_ring_attention_kernel, config, given, k, v, ws, geometry, scale)
     return out, lse

@@ -36,7 +36,7 @@ from weft.kernels.device import tiles
 from weft.kernels.device.copies import copy_block
 from weft.kernels.flash.attention_tiles import Heads, bounds, head_ptr, interval
 from weft.kernels.flash.ring_call import area_ptr
-from weft.kernels.flash.ring_tables import base_of, is_needed, key_spans, rows_of, span_of
+from weft.kernels.flash.ring_tables import base_of, is_needed, key_spans, keys_held, span_of
 
 
 class HeadKeys(NamedTuple):
@@ -71,7 +71,7 @@ def head_keys(ring, source, batch, kv_head, shift, SHAPE: tl.constexpr):
         at = batch * keys.strides[0] + kv_head * keys.strides[1] + shift * keys.strides[2]
         k, v, stride = keys.k + at, keys.v + at, tl.cast(keys.strides[2], tl.int32)
     else:
-        rows = tl.cast(rows_of(ring.table, source, SHAPE), tl.int64)
+        rows = tl.cast(keys_held(ring.table, source, SHAPE), tl.int64)
         k = _shard_ptr(ring, source, SHAPE)
         k += ((batch * keys.fetched + kv_head - keys.first) * rows + shift) * SHAPE.pitch
         v, stride = k + _fetched_heads(keys) * rows * SHAPE.pitch, tl.cast(SHAPE.pitch, tl.int32)
@@ -146,7 +146,7 @@ def _publish_keys(ring, SHAPE: tl.constexpr):
     link, rank, generation, keys = ring.link, ring.rank, ring.generation, ring.keys
     dtype: tl.constexpr = keys.k.dtype.element_ty
     half = signals.half_ptr(link.buffer_ptrs, rank, generation, link.half_bytes, dtype)
-    rows = rows_of(ring.table, rank, SHAPE)
+    rows = keys_held(ring.table, rank, SHAPE)
     stride_b, stride_h, stride_m = keys.strides
     k, v = Heads(keys.k, stride_b, stride_h, stride_m), Heads(keys.v, stride_b, stride_h, stride_m)
     publish_rows(half, k, keys.H_KV, keys.heads, rows, SHAPE)
@@ -170,7 +170,7 @@ def fetch_keys(ring, SHAPE: tl.constexpr):
     PEERS: tl.constexpr = WORLD_SIZE - 1
     for visit in range(2 * PEERS):
         source = (rank + 1 + visit % tl.maximum(PEERS, 1)) % WORLD_SIZE
-        rows = rows_of(ring.table, source, SHAPE)
+        rows = keys_held(ring.table, source, SHAPE)
         useful = is_needed(ring.table, rank, source, 0, rows, SHAPE)
         if useful == (visit < PEERS):
             arrived = signals.wait_for(
@@ -187,7 +187,7 @@ def fetch_shard(ring, source, SHAPE: tl.constexpr):
     """This program's share of the keys of `source`, which have been published."""
     keys = ring.keys
     shard = area_ptr(ring, source, 0, keys.gathered.dtype.element_ty)
-    out, rows = _shard_ptr(ring, source, SHAPE), rows_of(ring.table, source, SHAPE)
+    out, rows = _shard_ptr(ring, source, SHAPE), keys_held(ring.table, source, SHAPE)
     pitch = tl.cast(rows, tl.int64) * SHAPE.pitch
     _fetch_rows(out, shard, ring, source, rows, SHAPE)
     out += _fetched_heads(keys) * pitch

@@ -161,7 +161,7 @@ def count_rows(spans_ptr, rank, SPANS: tl.constexpr):
 
 
 @triton.jit
-def rows_of(table_ptr, source, SHAPE: tl.constexpr):
+def keys_held(table_ptr, source, SHAPE: tl.constexpr):
     """Keys that `source` holds."""
     return count_rows(key_spans(table_ptr, SHAPE), source, SHAPE.spans)
 

@@ -219,5 +219,5 @@ def launch_head_attention_backward(
     own = *given, Fetched(*pieces, heads.start, len(heads)), areas
     k, v = contiguous_rows(k, saved.v)
     kernel, of_keys = _head_attention_backward_kernel, head_units.kv_range(heads, H, H_kv)
-    ring_call.launch(kernel, config, own, k, v, ws, geometry, scale, of_keys)
+    ring_call.launch_ring(kernel, config, own, k, v, ws, geometry, scale, of_keys)
     return given[:3]

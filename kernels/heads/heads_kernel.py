@@ -200,5 +200,5 @@ def launch_head_attention(
     lse = torch.empty((B, H, n), dtype=torch.float32, device=q.device)
     given = out, lse, heads_of(contiguous_rows(q)), H, Areas(at_q, at_out, at_lse, stagger)
     of_keys = head_units.kv_range(head_units.heads_at(ws.rank, H, W), H, k.shape[1])
-    ring_call.launch(_head_attention_kernel, config, given, k, v, ws, geometry, scale, of_keys)
+    ring_call.launch_ring(_head_attention_kernel, config, given, k, v, ws, geometry, scale, of_keys)
     return out, lse

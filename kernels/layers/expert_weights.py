@@ -76,7 +76,7 @@ class ExpertLayout(NamedTuple):
                 yield f"{expert}.{name}.weight", value[expert].clone()
 
 
-def layout_of(activation: Activation) -> ExpertLayout:
+def weights_layout(activation: Activation) -> ExpertLayout:
     """That of experts which are made here: transformers 5's."""
     _check_known(activation)
     return ExpertLayout(_MERGED if activation == "swiglu" else ROLES[1:])

@@ -27,8 +27,8 @@ from weft.kernels.engine.epilogues import Activation
 from weft.kernels.engine.fp8 import Quantize, check_quantize
 from weft.kernels.experts.combine import grouped_matmul_combine
 from weft.kernels.experts.dispatch import dispatch_grouped_matmul
-from weft.kernels.experts.routing import check_parts, check_weights, share
-from weft.kernels.layers.expert_weights import ROLES, ExpertLayout, Experts, found, layout_of
+from weft.kernels.experts.routing import check_sets, check_weights, share
+from weft.kernels.layers.expert_weights import ROLES, ExpertLayout, Experts, found, weights_layout
 from weft.kernels.layers.module import ParallelModule
 from weft.kernels.layers.split import Split
 
@@ -105,7 +105,7 @@ class ExpertParallelMLP(ParallelModule):
                 unknown activation.
         """
         super().__init__()
-        layout, sizes = layout_of(activation), (num_experts, intermediate_size, hidden_size)
+        layout, sizes = weights_layout(activation), (num_experts, intermediate_size, hidden_size)
         self._plan(layout, sizes, group, tensor_parallel_size, activation)
         self._travel(keep_gathered, quantize, wire_dtype, capacity)
         rank = self.group.rank
@@ -166,7 +166,7 @@ class ExpertParallelMLP(ParallelModule):
                 f"num_experts, intermediate_size and hidden_size must be at least 1, got {sizes}"
             )
         self.group, tp = resolve(group), tensor_parallel_size
-        check_parts(self.group, tp)
+        check_sets(self.group, tp)
         self.tensor_parallel_size, self.activation = tp, activation
         self.layout, self.last_load = layout, None
         self.split = Split((self.intermediate_size,), (1,), tp)

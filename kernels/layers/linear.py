@@ -27,7 +27,7 @@ from weft.collectives.ranks.traced import check_untransformed, is_traced
 from weft.kernels.engine.autocast import autocast, outside_autocast
 from weft.kernels.engine.fp8 import magnitudes, quantized, scaled_products, scaling_of
 from weft.kernels.engine.local_matmul import WeightGrad, as_rows, conjugated, matmul
-from weft.kernels.layers.module import REQUIRED, ParallelModule, chosen
+from weft.kernels.layers.module import REQUIRED, ParallelModule, chosen_dim
 from weft.kernels.layers.split import GatheredFeatures, Scattered, Shared, Split
 from weft.kernels.matmul.all_gather import all_gather_matmul
 from weft.kernels.matmul.all_reduce import matmul_all_reduce
@@ -54,7 +54,7 @@ class _ParallelLinear(ParallelModule):
     ) -> None:
         """Keep this rank's part of a whole layer."""
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.group, self.sequence_dim = resolve(group), chosen(self, sequence_dim)
+        self.group, self.sequence_dim = resolve(group), chosen_dim(self, sequence_dim)
         W = self.group.world_size
         cut_features = linear.weight.shape[self.cut["weight"]]
         sizes = (cut_features,) if merged_sizes is None else tuple(merged_sizes)

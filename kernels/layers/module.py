@@ -22,7 +22,7 @@ class _Required:
 REQUIRED: Any = _Required()
 
 
-def chosen(module: nn.Module, sequence_dim: int | None) -> int | None:
+def chosen_dim(module: nn.Module, sequence_dim: int | None) -> int | None:
     """`sequence_dim`, which has no default.
 
     Raises:

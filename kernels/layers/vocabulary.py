@@ -26,7 +26,7 @@ from weft.collectives.sizes import known_sizes
 from weft.kernels.engine.autocast import outside_autocast
 from weft.kernels.engine.local_matmul import on_cpu
 from weft.kernels.engine.replicated import Spread, Summed
-from weft.kernels.layers.module import REQUIRED, ParallelModule, chosen
+from weft.kernels.layers.module import REQUIRED, ParallelModule, chosen_dim
 from weft.kernels.layers.split import Split
 
 
@@ -101,7 +101,7 @@ class VocabParallelEmbedding(ParallelModule):
     def _cut_out(self, whole: nn.Embedding, group: GroupLike, sequence_dim: int | None) -> None:
         self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
         self.padding_idx = whole.padding_idx
-        self.group, self.sequence_dim = resolve(group), chosen(self, sequence_dim)
+        self.group, self.sequence_dim = resolve(group), chosen_dim(self, sequence_dim)
         self.split = Split((self.num_embeddings,), (1,), self.group.world_size)
         self.take(whole, ("weight",))
 

@@ -275,7 +275,9 @@ class _AllGatherMatmul(torch.autograd.Function):
         dgathered = grads[-1] if call.keep else None
         dys = list(grads[: len(grads) - call.keep])
         if fused:
-            dys = [dy.contiguous() for dy in epilogues.gradients(dys, kept, call.activation)]
+            dys = [
+                dy.contiguous() for dy in epilogues.activation_gradients(dys, kept, call.activation)
+            ]
         given = GatherGradient(
             x, weights, dys, dgathered, call.group, call.rows, needs_x, needs_w, gathered, call.told
         )._replace(crossed=crossed)

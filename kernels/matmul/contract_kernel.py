@@ -220,7 +220,7 @@ def launch_all_gather_contract(
     return gathered, out
 
 
-def contracted(
+def call_contract(
     op: str,
     told: tuple[Hashable, ...],
     x: torch.Tensor,

@@ -336,7 +336,7 @@ def _triton_backward(given: GatherGradient) -> GatherGradients:
             continue
         dws[i] = dw = torch.empty_like(w)  # in w's own layout
         if gathered is None:
-            gathered = contract_kernel.contracted(
+            gathered = contract_kernel.call_contract(
                 op, told, x, dy, gather_workspace(x, group, rows), rows, dw,
                 with_own=sum(needs_w) > 1,
             )  # fmt: skip

@@ -93,7 +93,7 @@ def _send_to_owners(acc, start_m, offs, offsets, link, generation, V: tl.constex
     row_ptrs += tl.arange(0, ROWS) * V.row_words
     inside = (offs_m < offsets[WORLD_SIZE])[:, None]
     WIRE: tl.constexpr = V.wire
-    partial_sums.store_rows(row_ptrs[:, None], acc, inside, WIRE)
+    partial_sums.send_rows(row_ptrs[:, None], acc, inside, WIRE)
 
 
 @triton.jit(do_not_specialize=["M", "rank"])
@@ -134,8 +134,8 @@ def _gemm_one_shot_kernel(
     complete = True
     for item in range(program, count * SPLIT, programs):
         tile, part = item // SPLIT, item % SPLIT
-        start_m, start_n = summed_tiles.place_of(tile, tiles_m, tiles_n, V)
-        acc = summed_tiles.product(
+        start_m, start_n = summed_tiles.tile_place(tile, tiles_m, tiles_n, V)
+        acc = summed_tiles.tile_product(
             terms, (x_desc, x_desc_2, x_desc_3), (w_desc, w_desc_2, w_desc_3),
             0, start_m, start_n, M, N, part, V,
         )  # fmt: skip
@@ -152,7 +152,7 @@ def _gemm_one_shot_kernel(
             else:
                 for step in range(1, WORLD_SIZE + 1):
                     slots = summed_tiles.half_of(link, (rank + step) % WORLD_SIZE, generation)
-                    partial_sums.store_block(slots + offs, acc, WIRE)
+                    partial_sums.send_block(slots + offs, acc, WIRE)
     begin, rows = 0, M
     if offsets is not None:
         begin = tiles.element(offsets, rank, WORLD_SIZE)
@@ -168,7 +168,7 @@ def _gemm_one_shot_kernel(
     if complete:
         slots = summed_tiles.half_of(link, rank, generation)
         for tile in range(program // SPLIT, count, tiles.cdiv(programs, SPLIT)):
-            start_m, start_n = summed_tiles.place_of(tile, tiles_m, tiles_n, V)
+            start_m, start_n = summed_tiles.tile_place(tile, tiles_m, tiles_n, V)
             summed_tiles.collect(
                 out_ptr, slots + tl.cast(tile, tl.int64) * BLOCK, slot_stride, finish,
                 start_m - begin, start_n, rows, N, V, offsets is not None,
@@ -177,7 +177,7 @@ def _gemm_one_shot_kernel(
         signals.spoil(out_ptr, tl.cast(rows, tl.int64) * N)
 
 
-def launch(
+def launch_one_shot(
     out: torch.Tensor,
     products: Products,
     ws: Workspace,

@@ -333,7 +333,7 @@ def _triton_backward(given: ScatterGradient) -> Gradients:
             mm(x.t(), gathered[0], out=dw)
     elif dw is not None:
         # dw = x^T @ gathered, as the transpose of the product that the kernel gathers for.
-        contract_kernel.contracted(op, told, own, x, ws, rows, dw.t())
+        contract_kernel.call_contract(op, told, own, x, ws, rows, dw.t())
     if needs_b:
         db = gathered[0].sum(0, dtype=torch.float32)
         db = (db * divisor).to(w.dtype)

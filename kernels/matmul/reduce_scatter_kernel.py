@@ -201,19 +201,19 @@ def _gemm_rs_kernel(
         slot += rank * slot_stride
         first = tiles.first_of(owner * count, program, programs)
         for tile in range(first, count, programs):
-            start_m, start_n = summed_tiles.place_of(tile, tiles_m, tiles_n, V)
+            start_m, start_n = summed_tiles.tile_place(tile, tiles_m, tiles_n, V)
             if start_m < rows:
-                acc = summed_tiles.product(
+                acc = summed_tiles.tile_product(
                     terms, (x_desc, x_desc_2, x_desc_3), (w_desc, w_desc_2, w_desc_3),
                     begin, start_m, start_n, rows, N, 0, V,
                 )  # fmt: skip
                 if away:
-                    turns.wait(link, rank, program, generation, sends, WORLD_SIZE, SENDERS)
+                    turns.wait_turn(link, rank, program, generation, sends, WORLD_SIZE, SENDERS)
                 offs = tl.cast(tile, tl.int64) * BLOCK
-                partial_sums.store_block(slot + offs, acc, WIRE)
+                partial_sums.send_block(slot + offs, acc, WIRE)
                 if away:
                     sends += 1
-                    turns.end(link, rank, program, generation, sends, WORLD_SIZE)
+                    turns.end_turn(link, rank, program, generation, sends, WORLD_SIZE)
                 else:
                     if not waited:
                         arrived = _wait_for_sums(link, rank, first, generation, WORLD_SIZE)
@@ -266,7 +266,7 @@ def launch_matmul_reduce_scatter(
     check_room(ws, needed, "workspace_bytes(max(sizes), N, out_dtype, W, config, wire_dtype)")
     offsets = (0, *accumulate(sizes))
     if isinstance(config, one_shot_kernel.OneShotConfig):
-        one_shot_kernel.launch(out, products, ws, offsets, config)
+        one_shot_kernel.launch_one_shot(out, products, ws, offsets, config)
         return out
     options = config.tiling.options
     if len(xs) > 1 and config.descriptors:

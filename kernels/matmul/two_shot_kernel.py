@@ -181,11 +181,11 @@ def _gemm_two_shot_kernel(
         slot = summed_tiles.half_of(link, owner, generation) + rank * slot_stride
         first = tiles.first_of(owner * owned, program, programs)
         for j in range(first, tiles.cdiv(count - owner, WORLD_SIZE), programs):
-            place = summed_tiles.place_of(j * WORLD_SIZE + owner, tiles_m, tiles_n, V)
-            acc = summed_tiles.product(
+            place = summed_tiles.tile_place(j * WORLD_SIZE + owner, tiles_m, tiles_n, V)
+            acc = summed_tiles.tile_product(
                 terms, (x_desc,), (w_desc,), 0, place[0], place[1], M, N, 0, V
             )
-            partial_sums.store_block(slot + tl.cast(j, tl.int64) * SENT, acc, WIRE)
+            partial_sums.send_block(slot + tl.cast(j, tl.int64) * SENT, acc, WIRE)
     tl.debug_barrier()
     arrived = signals.wait_for_peers(
         link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation, link.timeout_ns
@@ -197,7 +197,7 @@ def _gemm_two_shot_kernel(
         first = tiles.first_of(rank * owned, program, programs)
         for j in range(first, tiles.cdiv(count - rank, WORLD_SIZE), programs):
             tile = j * WORLD_SIZE + rank
-            start_m, start_n = summed_tiles.place_of(tile, tiles_m, tiles_n, V)
+            start_m, start_n = summed_tiles.tile_place(tile, tiles_m, tiles_n, V)
             summed_tiles.collect(
                 out_ptr, slots + tl.cast(j, tl.int64) * SENT, slot_stride, finish,
                 start_m, start_n, M, N, V, False,
@@ -214,7 +214,7 @@ def _gemm_two_shot_kernel(
             first = tiles.first_of(owner * owned, program, programs)
             for j in range(first, tiles.cdiv(count - owner, WORLD_SIZE), programs):
                 tile = j * WORLD_SIZE + owner
-                first_m, start_n = summed_tiles.place_of(tile, tiles_m, tiles_n, V)
+                first_m, start_n = summed_tiles.tile_place(tile, tiles_m, tiles_n, V)
                 # Only the rows that were sent: the rest of the tile was never written.
                 for part in range(0, BLOCK_M, V.reduce_m):
                     start_m = first_m + part
@@ -256,7 +256,7 @@ def launch_matmul_all_reduce(
     needed = workspace_bytes(M, N, out.dtype, W, config, wire_dtype)
     check_room(ws, needed, "workspace_bytes(M, N, out_dtype, world_size, config, wire_dtype)")
     if isinstance(config, one_shot_kernel.OneShotConfig):
-        one_shot_kernel.launch(out, products, ws, None, config)
+        one_shot_kernel.launch_one_shot(out, products, ws, None, config)
         return out
     (terms, x_desc, w_desc, *_, finish), variant = products.arguments(ws, config, out.dtype)
     launching(_gemm_two_shot_kernel, config.programs)(

@@ -31,8 +31,8 @@ from weft.kernels.norm.rms_norm import (
     NormCall,
     by_kernel,
     check,
-    normalized,
-    plan,
+    norm_plan,
+    rms_normalized,
     run_kernel,
     sum_and_norm,
 )
@@ -112,7 +112,7 @@ def all_reduce_residual_rms_norm(
         )
 
     check_call(group, lambda: call_of(_OP, told()).text.decode())
-    call = plan((_OP, group, eps, quantize), (x, weight, residual), planned)
+    call = norm_plan((_OP, group, eps, quantize), (x, weight, residual), planned)
     run = _kernel_forward if call.fused else _forward
     if quantize:
         return run(call, x, weight, residual)
@@ -125,7 +125,7 @@ def _forward(
     h = movement.all_reduce(x, resolve(call.group), "sum", told=(_OP, *call.told))
     if residual is not None:
         h += residual
-    y = normalized(h, weight, call.eps)
+    y = rms_normalized(h, weight, call.eps)
     if call.quantizes:
         small, scale = quantized(y, magnitudes(y))
         return small, h, scale

@@ -106,7 +106,7 @@ def reduce_scatter_rms_norm_all_gather(
         return NormCall(group, sizes, epsilon, of, told(), fused=by_kernel(_OP, x, group))
 
     check_call(group, lambda: call_of(_OP, told()).text.decode())
-    call = plan((_OP, group, dim, eps), (x, weight, residual), planned)
+    call = norm_plan((_OP, group, dim, eps), (x, weight, residual), planned)
     run = _kernel_forward if call.fused else _forward
     y, h = sum_and_norm(call, run, x, weight, residual)
     return y, h
@@ -165,7 +165,7 @@ def _inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
     return (x.square().mean(-1, keepdim=True) + eps).rsqrt()
 
 
-def normalized(h: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+def rms_normalized(h: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """rms_norm(h) * weight in fp32, or fp64 for that."""
     wide = _wide(h)
     y = wide * _inverse_rms(wide, eps)
@@ -234,7 +234,7 @@ class NormCall:
 _plans = Plans[NormCall](f"{__name__}._plans")
 
 
-def plan(
+def norm_plan(
     of: tuple[Hashable, ...], operands: Sequence[torch.Tensor | None], make: Callable[[], NormCall]
 ) -> NormCall:
     """The call `of` tensors of these layouts: `make()`, or what that has made before."""
@@ -292,7 +292,7 @@ def _forward(
     h = h.movedim(0, call.dim)
     if residual is not None:
         h += residual
-    y = normalized(h, weight, call.eps).to(h.dtype)
+    y = rms_normalized(h, weight, call.eps).to(h.dtype)
     return all_gather(y, call.group, dim=call.dim, sizes=call.sizes), h
 
 

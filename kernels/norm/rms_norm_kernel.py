@@ -127,7 +127,7 @@ def sum_rms_norm_kernel(
             link.signal_ptrs, rank, W, 0, program, generation, link.timeout_ns
         )
         if arrived:
-            team_rows.add_up(
+            team_rows.add_ranks(
                 call, sums_ptr, partial, x_ptr, weight_ptr, residual_ptr, partial_at, V
             )
         if SHOWS:
@@ -160,7 +160,7 @@ def sum_rms_norm_kernel(
                     row = (rank + step) % W * share + i
                     if row < T:
                         h = team_rows.row_ptr(call, rank, rest + row, x_ptr.dtype.element_ty)
-                        team_rows.normalize(
+                        team_rows.norm_row(
                             call, y_ptr, scales_ptr, h, shown, row, row, weight_ptr, eps, V,
                             sums_ptr,
                         )  # fmt: skip
@@ -174,7 +174,7 @@ def sum_rms_norm_kernel(
             for i in range(team, made, teams):
                 row = i if V.one_shot else first + i
                 h = team_rows.at(sums_ptr, i, H)
-                team_rows.normalize(call, y_ptr, scales_ptr, h, partial, i, row, weight_ptr, eps, V)
+                team_rows.norm_row(call, y_ptr, scales_ptr, h, partial, i, row, weight_ptr, eps, V)
             if not V.one_shot:
                 signals.signal_peers(link.signal_ptrs, rank, W, 1, program, generation)
                 arrived = signals.wait_for_peers(

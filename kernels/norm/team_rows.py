@@ -77,7 +77,9 @@ def send_terms(call, x_ptr, residual_ptr, V: tl.constexpr):
 
 
 @triton.jit
-def add_up(call, sums_ptr, partial, x_ptr, weight_ptr, residual_ptr, partial_at, V: tl.constexpr):
+def add_ranks(
+    call, sums_ptr, partial, x_ptr, weight_ptr, residual_ptr, partial_at, V: tl.constexpr
+):
     """Store h, the sums of all ranks' terms in rank order, and what it comes to: `Partial`."""
     W: tl.constexpr = V.world_size
     PART: tl.constexpr = V.part
@@ -141,7 +143,7 @@ def _weighted(h, call, weight_ptr):
 
 
 @triton.jit
-def normalize(
+def norm_row(
     call,
     y_ptr,
     scales_ptr,

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from weft.collectives.ranks import pad
-from weft.sim.check.regions import Region, zeros
+from weft.sim.check.regions import Region, untouched_zeros
 from weft.sim.check.sites import Sites
 from weft.sim.check.vector_clocks import BARRIER_BEFORE_ATOMICS, Array, Clocks
 from weft.sim.errors import OutOfBoundsError, RaceError
@@ -266,7 +266,7 @@ class Detector(Clocks, Observer):
             region.reads[index, column] = number
             return
         if region.atomics is None:
-            region.atomics = zeros(region.reads.shape, np.int32)
+            region.atomics = untouched_zeros(region.reads.shape, np.int32)
         region.atomics[index, column] = number
 
     def _check_own(

@@ -16,7 +16,7 @@ _MAP_NORESERVE = 0x4000  # Linux; in `mmap` since Python 3.13
 _FIRST_COLUMNS = 8  # strands whose reads of a region there is room for at first
 
 
-def zeros(shape: tuple[int, ...], dtype: Any) -> Array:
+def untouched_zeros(shape: tuple[int, ...], dtype: Any) -> Array:
     """Zeros whose pages cost nothing until touched: malloc would clear memory that it has again.
 
     There may be more of them than the machine has memory: real sizes are not touched.
@@ -57,11 +57,11 @@ class Region:
         """Set up an empty history."""
         count = -(-(self.end - self.start) // self.granule)
         # Fresh pages, which are zero, say "never": large buffers cost nothing.
-        self.writer = zeros((count,), np.int32)
-        self.written = zeros((count,), np.int32)
-        self.reads = zeros((count, len(self.slots)), np.int32)
+        self.writer = untouched_zeros((count,), np.int32)
+        self.written = untouched_zeros((count,), np.int32)
+        self.reads = untouched_zeros((count, len(self.slots)), np.int32)
         self.atomics = None
-        self.seen = zeros((count,), np.bool_)
+        self.seen = untouched_zeros((count,), np.bool_)
 
     def refine(self, granule: int) -> None:
         """Keep the history by smaller granules from now on."""
@@ -75,7 +75,7 @@ class Region:
         self.written[new] = written[old].repeat(factor)
         self.reads[new] = reads[old].repeat(factor, axis=0)
         if atomics is not None:
-            self.atomics = zeros(self.reads.shape, np.int32)
+            self.atomics = untouched_zeros(self.reads.shape, np.int32)
             self.atomics[new] = atomics[old].repeat(factor, axis=0)
 
     def column(self, slot: int) -> int:
@@ -92,7 +92,7 @@ class Region:
 
     def _wider(self, table: Array) -> Array:
         count, columns = table.shape
-        wider = zeros((count, 2 * columns), np.int32)
+        wider = untouched_zeros((count, 2 * columns), np.int32)
         seen = np.flatnonzero(self.seen)
         wider[seen, :columns] = table[seen]
         return wider

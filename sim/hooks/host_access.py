@@ -60,7 +60,7 @@ class HostAccesses(PlainOps):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func.overloadpacket.__name__ not in _SHAPE_ONLY:
-            for tensor, alias in operands(func, args, kwargs):
+            for tensor, alias in op_tensors(func, args, kwargs):
                 if alias is None:
                     self._note(tensor, READ)
                 elif alias.is_write:
@@ -71,7 +71,7 @@ class HostAccesses(PlainOps):
         return func(*args, **kwargs)
 
 
-def operands(
+def op_tensors(
     func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[torch.Tensor, Any]]:
     """The tensors that an op of torch is given, each with what the schema says of its memory."""

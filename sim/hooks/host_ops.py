@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from weft.sim.hooks.host_access import PlainOps, operands, tensors_in
+from weft.sim.hooks.host_access import PlainOps, op_tensors, tensors_in
 from weft.sim.schedule.scheduler import local
 from weft.sim.time.trace import HostOp, Tracer
 
@@ -82,7 +82,7 @@ def _operands(
     # What has an out= or is one of these does not look at what was there.
     overwrites = any(argument.is_out for argument in func._schema.arguments)
     overwrites = overwrites or func.overloadpacket.__name__ in ("copy_", "fill_", "zero_")
-    for tensor, alias in operands(func, args, kwargs):
+    for tensor, alias in op_tensors(func, args, kwargs):
         written = alias is not None and alias.is_write
         if written:
             writes.append(tensor)

@@ -40,7 +40,7 @@ Effect = tuple[Any, ...]
 _ATOMICS = frozenset(f"create_atomic_{name}" for name in ("rmw", "cas", "load", "store", "poll"))
 
 
-def moved(methods: dict[str, list[str]], names: Sequence[str]) -> list[str]:
+def moved_functions(methods: dict[str, list[str]], names: Sequence[str]) -> list[str]:
     """What is missing in Triton's interpreter, in words.
 
     Args:
@@ -76,7 +76,7 @@ def requirements() -> list[str]:
         "set_grid_dim": ["nx", "ny", "nz"],
     }
     names = "_patch_lang", "GridExecutor", "InterpretedFunction", "interpreter_builder"
-    missing = moved(want, names)
+    missing = moved_functions(want, names)
     executor = getattr(interpreter, "GridExecutor", None)
     source = inspect.getsource(executor.__call__) if executor else ""
     for text in ("_patch_lang(self.fn)", "self.fn(**args)", "set_grid_idx", "set_grid_dim"):

@@ -52,7 +52,7 @@ def requirements() -> list[str]:
         "unary_op": ["arg", "op"],
         "ternary_op": ["lhs", "rhs", "other", "op"],
     }
-    missing = interpreter_hooks.moved(want, ["_patch_lang_core"])
+    missing = interpreter_hooks.moved_functions(want, ["_patch_lang_core"])
     if not hasattr(interpreter.InterpretedFunction, "rewrite"):
         missing.append("InterpretedFunction.rewrite is gone")
     return missing

@@ -30,7 +30,7 @@ from weft.sim.observer import Observer
 from weft.sim.progress_bar import progress
 from weft.sim.run import distributed_hooks
 from weft.sim.run.world import Programs, World
-from weft.sim.schedule.player import made_by, play
+from weft.sim.schedule.player import made_by, schedule_of
 from weft.sim.schedule.scheduler import Scheduler, local, positions
 from weft.sim.schedule.schedules import (
     Changes,
@@ -158,7 +158,7 @@ def run(
     total = 1 if schedule is not None else schedules
     with progress(total if isinstance(total, int) else None) as advance:
         for name, policy in _policies(seed, schedules, schedule, everything):
-            if recording and (found := play(recording, policy)):
+            if recording and (found := schedule_of(recording, policy)):
                 made_by(policy, found)
                 orders.add(found.seen)
                 results.played += 1
@@ -182,7 +182,7 @@ def run(
                 values = _run_one(world, fn, seed, name, timeout, again=again)
                 if recording and tape:
                     recording.learn(tape)
-                    if found := play(recording, unused):
+                    if found := schedule_of(recording, unused):
                         orders.add(found.seen)
                 if not results.schedules:
                     results.extend(values)

@@ -22,7 +22,7 @@ from weft.collectives.prices.hardware import Hardware
 from weft.collectives.ranks import pad
 from weft.sim.check.races import READ, WRITE, Detector
 from weft.sim.check.recording import HOST, Tape
-from weft.sim.check.regions import Region, zeros
+from weft.sim.check.regions import Region, untouched_zeros
 from weft.sim.errors import OutOfBoundsError, SimError
 from weft.sim.hooks.host_access import HostAccesses, addresses, tensors_in
 from weft.sim.hooks.host_ops import HostOps
@@ -140,7 +140,7 @@ class World(Teams[Team]):
         self, team: Team, rank: int, number: int, pad_bytes: int, data_bytes: int
     ) -> torch.Tensor:
         total = pad_bytes + data_bytes
-        block = zeros((total + 2 * _GUARD_BYTES + _ALIGN,), np.uint8)
+        block = untouched_zeros((total + 2 * _GUARD_BYTES + _ALIGN,), np.uint8)
         self._alive.append(block)
         base = block.ctypes.data
         start = -(-(base + _GUARD_BYTES) // _ALIGN) * _ALIGN

@@ -288,7 +288,7 @@ def outcome(effect: tuple[Any, ...], value: int) -> tuple[int, bool]:
     return (new, new != value) if value == wanted else (value, False)
 
 
-def play(recording: Recording, policy: Policy) -> Play | None:
+def schedule_of(recording: Recording, policy: Policy) -> Play | None:
     """The schedule of `policy`, which is left as it was; None if it must be run."""
     if recording.unfit or not recording.stretches:
         return None

@@ -57,7 +57,7 @@ def with_tensors(
     return found
 
 
-def load(path: Path) -> ModuleType:
+def load_script(path: Path) -> ModuleType:
     """The module in a script, which may define what is looked up by its module's name."""
     module = ModuleType(path.stem)
     module.__file__ = str(path)
@@ -70,7 +70,7 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-def tell(launches: Sequence[Launched], script: Path, chip: str) -> int:
+def tell_launches(launches: Sequence[Launched], script: Path, chip: str) -> int:
     """Print a line for each kernel; returns 1 if one spills, 2 if it cannot be compiled."""
     code = "import sys; from weft.sim.time.compiling import main; sys.exit(main(*sys.argv[1:]))"
     command = [sys.executable, "-c", code, str(script), chip]
@@ -85,7 +85,7 @@ def main(script: str, chip_name: str) -> int:
     from weft.kernels.compile.machine_code import source
     from weft.kernels.engine.chips import known
 
-    modules, chip = {Path(script).stem: load(Path(script))}, known(chip_name)
+    modules, chip = {Path(script).stem: load_script(Path(script))}, known(chip_name)
     ranks: dict[str, list[int]] = {}  # by what distinguishes a launch
     found: dict[str, Launch] = {}
     for each in pickle.load(sys.stdin.buffer):

@@ -145,12 +145,12 @@ def test_exchanges_and_barriers_by_kernels() -> None:
     buffer = collectives.empty((1,), torch.int64)
     for call in range(3):
         buffer.local.fill_(10 * call + rank)
-        stream_signals.barrier(buffer, call % 2)
+        stream_signals.barrier_in_stream(buffer, call % 2)
         seen = [int(buffer.get_buffer(r, (1,), torch.int64)) for r in range(world_size)]
         assert seen == [10 * call + r for r in range(world_size)]
-        stream_signals.barrier(buffer, call % 2)
+        stream_signals.barrier_in_stream(buffer, call % 2)
     if rank == 0:  # alone, and not for WEFT_TIMEOUT_S
-        stream_signals.barrier(buffer, 2, timeout=0.01)
+        stream_signals.barrier_in_stream(buffer, 2, timeout=0.01)
         assert pad.status_in(int(buffer.status_of(0))) == (pad.TIMED_OUT, 0, world_size - 1, 1)
 
 

@@ -24,7 +24,7 @@ from weft.dtensor.plans.graph import Graph, recorded
 from weft.dtensor.plans.options import NodeOptions
 from weft.dtensor.plans.prices import prices_of
 from weft.dtensor.plans.propagation import pretended_mesh
-from weft.dtensor.plans.search import State, remaining, search, steps
+from weft.dtensor.plans.search import State, remaining, search_layouts, search_steps
 
 X = torch.randn(4, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 TOKENS = models.tokens()
@@ -66,7 +66,7 @@ def combinations(options: NodeOptions) -> Iterator[tuple[float, float]]:
             yield us, held
             return
         later = remaining(options.graph, alive, nodes[i])
-        for option, end in steps(options, nodes[i], alive, state, later):
+        for option, end in search_steps(options, nodes[i], alive, state, later):
             yield from rest(i + 1, later, end, us + option.us, held + option.nbytes)
 
     return rest(0, (), (), 0.0, 0.0)  # type: ignore[no-any-return]
@@ -78,7 +78,7 @@ def test_the_search_is_exact(ranks: int) -> None:
     graph = recorded(nn.Sequential(models.mlp(), models.mlp()), (X,))
     options = options_of(graph, ranks)
     every = list(combinations(options))
-    found = search(options)
+    found = search_layouts(options)
     assert len(every) > 1000 or ranks == 1
     for limit in sorted({held for _, held in every}):
         best = min(us for us, held in every if held <= limit)
@@ -194,7 +194,7 @@ def _drawn(split: Any, drawn: random.Random) -> Any:
         taken: list[Option] = []
         for node in nodes:
             later = remaining(options.graph, alive, node)
-            ways = list(steps(options, node, alive, state, later))
+            ways = list(search_steps(options, node, alive, state, later))
             if not ways:
                 break
             option, state = drawn.choice(ways)

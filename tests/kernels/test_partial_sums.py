@@ -32,7 +32,7 @@ def _there_and_back_kernel(
     whole = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     for slot in tl.static_range(COUNT):
         x = tl.load(in_ptr + slot * ROWS * COLUMNS + whole)
-        partial_sums.store_block(slots_ptr + slot * ROWS * ROW_WORDS, x, WIRE)
+        partial_sums.send_block(slots_ptr + slot * ROWS * ROW_WORDS, x, WIRE)
     stride = ROWS * ROW_WORDS
     total = partial_sums.sum_of_slots(slots_ptr, stride, None, ROWS, COLUMNS, WIRE, COUNT)
     tl.store(out_ptr + whole, total)
