@@ -227,7 +227,7 @@ def test_a_barrier_tells_that_one_before_it_has_timed_out(gpu: Gpu) -> None:
         alarm = ctypes.c_int64.from_address(address + 8 * reports.ALARM_WORD).value
         ctypes.c_int64.from_address(alarm).value = 1
 
-    with patch.object(stream_signals, "barrier", times_out):
+    with patch.object(stream_signals, "barrier_in_stream", times_out):
         buffer.barrier(channel=3, timeout=0.5)
         with pytest.raises(PeerTimeout, match="barrier"):
             buffer.barrier()
