@@ -20,8 +20,13 @@ from needs import needs_interpreter
 from rank_pool import PRELOADED
 from triton.runtime.jit import JITFunction
 
-from tools import gpu, gpu_cases, gpu_page, gpu_process, gpu_report, gpu_steps
-from tools.gpu_steps import STEPS
+from tools.gpu import __main__ as gpu
+from tools.gpu import cases as gpu_cases
+from tools.gpu import page as gpu_page
+from tools.gpu import process as gpu_process
+from tools.gpu import report as gpu_report
+from tools.gpu import steps as gpu_steps
+from tools.gpu.steps import STEPS
 from weft.bench.rows import Case, Result, Timing
 from weft.bench.solo import sweep
 
@@ -130,7 +135,7 @@ def test_a_process_counts_from_its_start() -> None:
     code = """
 import time
 time.sleep(1)
-from tools import gpu
+from tools.gpu import __main__ as gpu
 print(time.monotonic() - gpu._started())
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -243,7 +248,7 @@ def test_a_process_that_does_not_end_itself_is_ended(tmp_path, monkeypatch) -> N
     """As where the driver holds it; what it was at has failed."""
     code = """
 import json, sys, time
-from tools import gpu_report, gpu_steps
+from tools.gpu import report as gpu_report, steps as gpu_steps
 report = gpu_report.GpuReport(gpu_steps.StepPlan(**json.loads(sys.argv[-1])))
 report.begin("doctor")
 time.sleep(600)
@@ -268,7 +273,7 @@ def test_a_case_that_hangs_is_ended_and_the_next_process_goes_on(tmp_path: Path)
     """Though Python hears no signal, as while it waits for a GPU."""
     code = """
 import sys, threading, time
-from tools import gpu_report, gpu_steps
+from tools.gpu import report as gpu_report, steps as gpu_steps
 plan = gpu_steps.StepPlan("solo", (), sys.argv[1], sys.argv[1], "cpu", True, time.time() + 60)
 report = gpu_report.GpuReport(plan)
 with report.case("a", 0.5):
@@ -325,13 +330,13 @@ def test_every_kernel_is_in_a_case(tmp_path: Path) -> None:
     code = """
 import sys
 from pathlib import Path
-from tools import gpu_process, gpu_report
+from tools.gpu import process as gpu_process, report as gpu_report
 from weft.sim.run.gpu import rank_here
 seen = set()
 launches = gpu_report.LastLaunches(Path(sys.argv[1]))
 launches.note = lambda rank, text: seen.add(text.partition("[")[0])
 import torch
-from tools import gpu_cases
+from tools.gpu import cases as gpu_cases
 with launches.noting(rank_here):
     for call in gpu_cases.CALLS:
         W = 4 if call == "matmul_all_reduce" else 2  # two ranks need one exchange only
@@ -458,7 +463,7 @@ def test_what_only_draws_may_be_missing(tmp_path: Path) -> None:
     variables = os.environ | {"PYTHONPATH": path}
     code = """
 import sys
-from tools import gpu
+from tools.gpu import __main__ as gpu
 from weft import cli
 quick = ["--quick", "--device", "cpu"]
 print(gpu.main([*quick, "--only", "plain", "--case", "matmul", "--out", sys.argv[1]]))

@@ -38,12 +38,14 @@ from typing import Any
 
 import torch
 
-from tools import gpu_page, gpu_report, gpu_steps
-from tools.gpu_report import append
-from tools.gpu_steps import STEPS, StepPlan
+from tools.gpu import page as gpu_page
+from tools.gpu import report as gpu_report
+from tools.gpu import steps as gpu_steps
+from tools.gpu.report import append
+from tools.gpu.steps import STEPS, StepPlan
 from weft.cli import Parser, make_folder
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 NOTHING_TO_DO = (
     "make gpu: skipped, torch sees no GPU here. On a machine with one or more (CUDA or ROCm build "
     "of torch >= 2.11) the same command proves and measures; --device cpu --quick rehearses it."
@@ -275,7 +277,7 @@ class Slice:
         if sys.version_info < (3, 11):
             group = {"preexec_fn": os.setpgrp}
         process = subprocess.Popen(
-            [sys.executable, "-m", "tools.gpu_process", json.dumps(asdict(plan))],
+            [sys.executable, "-m", "tools.gpu.process", json.dumps(asdict(plan))],
             stdin=subprocess.PIPE,  # its end tells the process that this one is gone
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

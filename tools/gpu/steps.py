@@ -1,7 +1,7 @@
 """The steps of `make gpu`, each a list of cases that a process of its own runs.
 
     compile     every kernel that the other steps launch, by all cores: nothing is launched
-    proof       4 ranks as threads make every call of `tools.gpu_cases` once; `weft doctor`
+    proof       4 ranks as threads make every call of `tools.gpu.cases` once; `weft doctor`
     plain       matmul and attention of one rank beside cuBLAS and torch's attention
     solo        `weft bench solo`: kernels of one rank of W on the whole chip, some without waits
     threads     2, 4 and 8 ranks as threads: late ranks, graphs, streams, all calls mixed; small
@@ -11,7 +11,7 @@
                 chip, into a table
     ranks       every fused op beside its unfused self, a GPU a rank: where there are several
 
-What a step's process does is in `tools.gpu_process`.
+What a step's process does is in `tools.gpu.process`.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class StepPlan:
 
 def names(step: str, device: str, quick: bool, steps: Collection[str] = STEPS) -> list[str]:
     """The cases of a step, in their order, in a run of `steps`."""
-    from tools import gpu_cases
+    from tools.gpu import cases as gpu_cases
 
     few = [f"W2/plain/{call}" for call in ("all_reduce", "all_gather_matmul", "norm")]
     if step == "compile":

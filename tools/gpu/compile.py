@@ -14,8 +14,8 @@ from unittest.mock import patch
 
 import torch
 
-from tools.gpu_report import CutError, GpuReport
-from tools.gpu_steps import (
+from tools.gpu.report import CutError, GpuReport
+from tools.gpu.steps import (
     StepPlan,
     names,
     options,
@@ -72,7 +72,7 @@ def run(plan: StepPlan, report: GpuReport) -> None:
 
 def units(name: str, plan: StepPlan) -> list[Unit]:
     """What a case of the step compiles."""
-    from tools.gpu_figures import launches_of
+    from tools.gpu.figures import launches_of
 
     device = torch.device(plan.device)
     if name == "solo":
@@ -118,14 +118,14 @@ def _of_solo(spec: Any, device: torch.device, alone: bool = True) -> partial[Non
 
 
 def _small() -> list[Any]:
-    from tools.gpu_process import small_cases
+    from tools.gpu.process import small_cases
 
     return small_cases()
 
 
 def _calls(step: str, plan: StepPlan) -> list[Unit]:
     """The calls of ranks as threads, or as processes: each of each number of ranks."""
-    from tools.gpu_cases import calls_of, parsed
+    from tools.gpu.cases import calls_of, parsed
 
     whole = step == "processes"
     work = dict.fromkeys(
@@ -146,8 +146,8 @@ def _calls(step: str, plan: StepPlan) -> list[Unit]:
 
 def of_call(call: str, W: int, kind: Literal["cuda", "cpu"], whole: bool) -> None:
     """A call of W ranks; `whole`: which have a chip each."""
-    from tools import gpu_cases
-    from tools.gpu_process import on_ranks
+    from tools.gpu import cases as gpu_cases
+    from tools.gpu.process import on_ranks
     from weft.kernels.engine import chips
 
     def body(rank: int) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.gpu_steps import STEPS
+from tools.gpu.steps import STEPS
 from weft.bench.environment import environment
 from weft.bench.report.tables import LEGEND, figure, table_of, times_of
 from weft.bench.rows import Case, Result

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from tools.gpu_report import GpuReport, LastLaunches
-from tools.gpu_steps import (
+from tools.gpu.report import GpuReport, LastLaunches
+from tools.gpu.steps import (
     StepPlan,
     case_s,
     options,

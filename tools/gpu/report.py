@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
 
-from tools.gpu_steps import StepPlan
+from tools.gpu.steps import StepPlan
 from weft.kernels.compile.aot import fields_of
 
 Outcome = Literal["passed", "failed", "skipped", "cut"]
@@ -63,7 +63,7 @@ class GpuReport:
         own ends the process, as Python hears no signal while it waits for a GPU; also when the
         step's time is up, which is no failure.
         """
-        from tools.gpu_cases import ImpossibleError
+        from tools.gpu.cases import ImpossibleError
 
         start, found = time.monotonic(), dict[str, Any]()
         self.begin(name)

@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
-from tools.gpu_report import FAILED, GO_ON, GpuReport, LastLaunches
-from tools.gpu_steps import StepPlan, case_s
+from tools.gpu.report import FAILED, GO_ON, GpuReport, LastLaunches
+from tools.gpu.steps import StepPlan, case_s
 
 _WHY_CHARACTERS = 4000  # of what a program said
 
@@ -35,7 +35,8 @@ _WHY_CHARACTERS = 4000  # of what a program said
 def main() -> int:
     """Run the cases of the plan in argv. `FAILED` if one failed, whatever is left, else `GO_ON` if
     another process is to run the others, else 0."""
-    from tools import gpu_compile, gpu_figures
+    from tools.gpu import compile as gpu_compile
+    from tools.gpu import figures as gpu_figures
 
     plan = StepPlan(**json.loads(sys.argv[1]))
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -90,7 +91,7 @@ def on_ranks(
 
 
 def _threads(plan: StepPlan, report: GpuReport) -> None:
-    from tools import gpu_cases
+    from tools.gpu import cases as gpu_cases
     from weft.sim.run.gpu import rank_here
 
     device = torch.device(plan.device)
@@ -157,7 +158,7 @@ def _sanitized(plan: StepPlan, seconds: float) -> None:
     It lets one kernel run at a time, so that ranks would not meet: these wait for nobody. Each
     tensor has memory of its own, whose bounds are then known.
     """
-    from tools.gpu_cases import ImpossibleError
+    from tools.gpu.cases import ImpossibleError
 
     tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if plan.device == "cpu":
@@ -168,7 +169,7 @@ def _sanitized(plan: StepPlan, seconds: float) -> None:
     command += [
         sys.executable,
         "-c",
-        "from tools import gpu_process as p; p.run_small_cases('cuda')",
+        "from tools.gpu import process as p; p.run_small_cases('cuda')",
     ]
     try:
         done = subprocess.run(
@@ -224,7 +225,7 @@ def _process(rank: int, progress: Callable[[Any], None], plan: StepPlan) -> None
     """One of two ranks."""
     import torch.distributed as dist
 
-    from tools import gpu_cases
+    from tools.gpu import cases as gpu_cases
 
     launches, device = LastLaunches(Path(plan.scratch)), torch.device(plan.device)
     if plan.device == "cuda":
