@@ -68,7 +68,7 @@ def meet(own: torch.Tensor, group: Group, counts: Sequence[int]) -> Any:
         return symm_mem.rendezvous(own, group.pg)
     c10d: Any = dist.distributed_c10d
     # Each rendezvous of these ranks raises the count of all of them.
-    name: Any = f"weft {group.ranks} {max(counts)}"
+    name: Any = f"weft rendezvous {group.ranks} {max(counts)}"
     store = _Renumbered(PrefixStore(name, group.pg.get_group_store()))
     stand_in = ProcessGroup(store, group.rank, group.world_size)
     c10d._register_process_group(name, stand_in)

@@ -408,11 +408,14 @@ def by_position(rings: Mapping[int, Reader], group: int) -> dict[int, dict[int, 
 def parting(calls: Mapping[int, Mapping[int, Noted]]) -> int | None:
     """The first position at which ranks have made different calls, as far as rings go back.
 
-    Where the call has failed on every rank, all were told, and went on: that is for later ones.
+    Where a call has failed on every rank, and another one ended well since, all were told: what
+    differed until then is for the mismatch of that time.
     """
-    differ = [at for at in sorted(calls) if len({each.hash for each in calls[at].values()}) > 1]
-    new = (at for at in differ if any(each.ended >= 0 for each in calls[at].values()))
-    return next(new, differ[-1] if differ else None)
+    hashes = {at: {each.hash for each in calls[at].values()} for at in sorted(calls)}
+    ended = {at: [each.ended for each in calls[at].values()] for at in calls}
+    well = max((at for at in calls if len(hashes[at]) == 1 and min(ended[at]) > 0), default=-1)
+    told = max((at for at in calls if at < well and max(ended[at]) < 0), default=-1)
+    return next((at for at in hashes if at > told and len(hashes[at]) > 1), None)
 
 
 def by_text(entries: Mapping[int, Noted]) -> dict[str, list[int]]:

@@ -179,24 +179,28 @@ class Group:
         _refuse_inherited(self.pg)
         caller = self.calls.under_way()
         within = (("for", caller),) if caller else ()
+        with self.calls.noting(flight.call_of("set-up", (what, *within))):
+            told = self._told(what, value)
+            for rank, (other, _) in enumerate(told):
+                if other != told[0][0]:
+                    raise MismatchError(
+                        f"the ranks make different calls: {told[0][0]} on rank 0, but {other} on "
+                        f"rank {rank}"
+                    )
+        return [value for _, value in told]
+
+    def _told(self, what: str, value: Any) -> list[Any]:
+        """(what, value) of every rank."""
         told: list[Any] = [None] * self.world_size
         store, mine = store_of(self), (what, value)
-        noted = self.calls.noting(flight.call_of("set-up", (what, *within)))
-        with noted, unwatched(self):  # no part of the program, nor of a graph that is traced
+        with unwatched(self):  # set-up is no part of the program, nor of a graph that is traced
             if store is not None and not self.why:
-                told = [pickle.loads(each) for each in gather_by_store(self, store, mine)]
-            elif store is not None and _CPU in self.pg._device_types:
+                return [pickle.loads(each) for each in gather_by_store(self, store, mine)]
+            if store is not None and _CPU in self.pg._device_types:
                 # Ranks on several hosts do so in each call: no store takes that.
-                told = [pickle.loads(each) for each in gather_by_group(self, what, mine)]
-            else:
-                dist.all_gather_object(told, mine, group=self.pg)
-        for rank, (other, _) in enumerate(told):
-            if other != told[0][0]:
-                raise MismatchError(
-                    f"the ranks make different calls: {told[0][0]} on rank 0, but {other} on rank "
-                    f"{rank}"
-                )
-        return [value for _, value in told]
+                return [pickle.loads(each) for each in gather_by_group(self, what, mine)]
+            dist.all_gather_object(told, mine, group=self.pg)
+            return told
 
     def differ(self, stuck: Mapping[int, waits.Waiting]) -> str:
         """What processes that wait for each other, this one among them, have called."""

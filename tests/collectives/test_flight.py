@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -365,3 +366,22 @@ def waiting_kernel_body() -> str:
 def test_kernels_that_wait_in_different_calls_are_told(own_ranks: Any) -> None:
     told, _ = own_ranks(2).run(waiting_kernel_body, timeout_s=60)
     assert "rank 0 called all_gather; rank 1 called barrier" in told
+
+
+def test_ranks_part_where_they_differ_since_all_were_told_of_the_last_time() -> None:
+    """At 2 and 3 they differed until a call failed everywhere, and 4 was made by all again."""
+
+    def entry(hash: int, ended: int) -> Any:
+        return SimpleNamespace(hash=hash, ended=ended)
+
+    same, well, failed = (entry(1, 1), entry(1, 1)), 1, -1
+    before = {1: same, 2: (entry(2, well), entry(3, well)), 3: (entry(4, failed), entry(5, failed))}
+    for calls, at in (
+        ({1: same}, None),
+        (before, 2),  # nobody went on
+        (before | {4: same}, None),
+        (before | {4: same, 5: (entry(6, 0), entry(7, failed))}, 5),
+        (before | {4: same, 5: (entry(6, well), entry(7, well)), 6: (entry(8, -1),) * 2}, 5),
+        (before | {4: (entry(1, 0), entry(1, 1))}, 2),  # one has not ended
+    ):
+        assert flight.parting({at: dict(enumerate(both)) for at, both in calls.items()}) == at
