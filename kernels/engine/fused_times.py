@@ -149,8 +149,6 @@ def fused_time(
     )
     port = hardware.link_rate(ranks)
     link = sent_bytes(op, M, N, K, dtype, ranks, way, wire)
-    if way == "one shot":
-        link *= -(-M // rows) * rows / max(M, 1)  # whole tiles
     link /= port
     latency, fill = hardware.hbm_latency_us + 2 * hardware.link_latency_us, 0.0
     if op == "all_gather_matmul":
