@@ -17,8 +17,8 @@ Sources
   [MI308X]  the MI300X with 80 of its 304 CUs
   [MAMF]    S. Bekman, Machine Learning Engineering: maximum achievable matmul FLOPS, measured
   [DeepEP]  DeepEP V2: 740 of 900 GB/s received over NVLink 5 by dispatch and combine
-  [CUDA]    CUDA C++ Programming Guide, throughput of arithmetic instructions: in a clock an SM makes
-            16 exponentials or the like, or 128 (8.0: 64) results of fp32 arithmetic
+  [CUDA]    CUDA C++ Programming Guide, throughput of arithmetic instructions: an SM makes 16
+            exponentials or the like in a clock, or 128 (8.0: 64) results of fp32 arithmetic
   [CDNA3]   AMD's CDNA 3 instruction set: transcendentals at a quarter of the rate of others, which
             the data sheet's fp32 counts in pairs
   [Hopper]  Luo et al., arXiv 2402.13499: an L2 hit about 260 cycles, memory about 480

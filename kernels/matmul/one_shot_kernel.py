@@ -44,7 +44,7 @@ from weft.collectives.memory.workspace import link_of
 from weft.kernels.device import partial_sums, splits, summed_tiles, tiles
 from weft.kernels.device.partial_sums import Wire
 from weft.kernels.device.summed_tiles import Products, SumConfig, slot_bytes, tile_count
-from weft.kernels.engine.chips import Chip, Tiling, in_long_steps, tiling_for
+from weft.kernels.engine.chips import Chip, Tiling, sum_tiling_for
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def one_shot_config(
     M: int, N: int, dtype: torch.dtype, chip: Chip, tiling: Tiling | None = None
 ) -> OneShotConfig:
     """The launch for a sum of (M, N) matrices."""
-    tiling = tiling or in_long_steps(tiling_for(chip, M, N, dtype), dtype)
+    tiling = tiling or sum_tiling_for(chip, M, N, dtype)
     count = tile_count(M, N, tiling)
     split = splits.programs_a_tile(count, _TYPICAL_K, tiling, chip)
     return OneShotConfig(

@@ -44,7 +44,7 @@ def test_the_closed_form_against_virtual_time(op: str, least: int) -> None:
         if r["op"] == op and (op != "matmul_all_reduce" or r["slower_stores"])  # of all ranks
     )
     assert len(errors) >= least
-    assert statistics.median(errors) < 0.035 and errors[len(errors) * 9 // 10] < 0.1
+    assert statistics.median(errors) < 0.045 and errors[len(errors) * 9 // 10] < 0.1
 
 
 # Llama-3 8B by `tools.scaling_page`, in virtual time. No constant was fitted on these; the form,

@@ -95,8 +95,8 @@ def test_a_pipeline_waits_for_what_its_stages_do_not_load_ahead() -> None:
 
 
 def test_dots_wait_for_the_arithmetic_between_them() -> None:
-    # As in the first case, 8 us of dots. A core makes 0.5 M fp32 results a us, and an eighth of that
-    # of exponentials: 1 M results take 2 us, of which 0.5 M exponentials would take 8 us.
+    # As in the first case, 8 us of dots. A core makes 0.5 M fp32 results a us, an eighth of them
+    # if exponentials: 1 M results take 2 us, of which 0.5 M exponentials would take 8 us.
     loop = Work({(0, 0): [0, 4000]}, 8_000_000, 4, "bfloat16", results=1_000_000)
     made = Timeline(trace([launch([loop])]), TOY)
     assert made.makespan_us == pytest.approx(20.0 + 2)
