@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 
@@ -28,7 +29,7 @@ from weft.collectives.prices.hardware import Hardware, named
 from weft.collectives.protocols import Collective
 from weft.kernels.engine import engines, fused_times, tuning
 from weft.kernels.engine.chips import Tiling, known
-from weft.markdown import markdown_lines
+from weft.markdown import between_marks, markdown_lines
 
 CHIPS = ("h100", "h200", "b200", "mi300x")
 MODELS = ("llama-3-8b", "llama-3-70b", "llama-3-405b", "qwen2-72b")
@@ -198,6 +199,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--check", type=float, metavar="RATIO", help="fail where auto takes more of the best"
     )
+    parser.add_argument(
+        "--page", type=Path, help="write the summary into this Markdown file, between its marks"
+    )
     parser.add_argument("--ops", default=",".join(OPS), help=f"(default {','.join(OPS)})")
     args = parser.parse_args(argv)
     if unknown := set(args.ops.split(",")) - set(OPS):
@@ -207,7 +211,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         print(json.dumps([asdict(each) | {"ratio": each.ratio} for each in found], indent=1))
     else:
-        print("\n".join(summary(found, limit)))
+        table = "\n".join(summary(found, limit))
+        print(table)
+        if args.page:
+            args.page.write_text(between_marks(args.page.read_text(), "never-slower", table))
         slower = [each for each in found if each.ratio > limit]
         for each in slower if args.all else ():
             print(

@@ -17,6 +17,10 @@ Sources
   [MI308X]  the MI300X with 80 of its 304 CUs
   [MAMF]    S. Bekman, Machine Learning Engineering: maximum achievable matmul FLOPS, measured
   [DeepEP]  DeepEP V2: 740 of 900 GB/s received over NVLink 5 by dispatch and combine
+  [CUDA]    CUDA C++ Programming Guide, throughput of arithmetic instructions: an SM makes 16
+            exponentials or the like in a clock, or 128 (8.0: 64) results of fp32 arithmetic
+  [CDNA3]   AMD's CDNA 3 instruction set: transcendentals at a quarter of the rate of others, which
+            the data sheet's fp32 counts in pairs
   [Hopper]  Luo et al., arXiv 2402.13499: an L2 hit about 260 cycles, memory about 480
 """
 
@@ -65,6 +69,8 @@ class Hardware:
         ahead_us: in a main loop, from where the copy of a step's operands is issued until they can
             be multiplied, while all cores load: measured on an H200 (docs/virtual_time.md), assumed
             of NVIDIA's others, left out of AMD's.
+        specials: exponentials and the like, as a share of the fp32 results that the data sheet's
+            multiply-adds are: [CUDA], [CDNA3].
         launch_us: from the end of a kernel to the start of the next one on its stream.
         collective_us: of a process group's collective (NCCL) that moves nothing: an estimate.
         collective_sustained: share of `link_bandwidth` that such a collective reaches in a
@@ -96,6 +102,7 @@ class Hardware:
     rail_bandwidth: float = 50e9
     core_link_bandwidth: float = math.inf
     ahead_us: float = 1.2
+    specials: float = 1 / 8
 
     def core_flops_per_us(self, dtype: str) -> float:
         """Rate of one core on operands of `dtype` ("bfloat16"), sustained.
@@ -106,6 +113,10 @@ class Hardware:
         if dtype not in self.flops:
             raise ValueError(f"{self.name} has no matmul rate for {dtype}, only {[*self.flops]}")
         return self.flops[dtype] * self.sustained / self.cores / 1e6
+
+    def core_results_per_us(self) -> float:
+        """fp32 results of one core outside of its matrix units, sustained as those are."""
+        return self.core_flops_per_us("float32") / 2
 
     def rates(self) -> Machine:
         """What `weft.explain` and the choice of an engine would measure on such chips."""
@@ -283,6 +294,7 @@ A100 = replace(
     core_bandwidth=64 * 1.41e9,
     link_bandwidth=300e9,
     multicast=False,
+    specials=1 / 4,
 )
 
 # [H800], [H20]: the latter multiplies slowly enough for its power.

@@ -130,10 +130,13 @@ def send_rows(row_ptrs, acc, inside, WIRE: tl.constexpr):
 
 
 @triton.jit
-def send_block(block_ptr, acc, WIRE: tl.constexpr):
-    """Send a whole tile of partial sums."""
-    rows = tl.arange(0, acc.shape[0])[:, None] * (acc.shape[1] * WIRE.bits // 32)
-    send_rows(block_ptr + rows, acc, None, WIRE)
+def send_block(block_ptr, acc, WIRE: tl.constexpr, rows_left=None):
+    """Send a tile of partial sums: its first `rows_left` rows, or all."""
+    rows = tl.arange(0, acc.shape[0])[:, None]
+    inside = None
+    if rows_left is not None:
+        inside = rows < rows_left
+    send_rows(block_ptr + rows * (acc.shape[1] * WIRE.bits // 32), acc, inside, WIRE)
 
 
 @triton.jit

@@ -226,20 +226,33 @@ def tiling_for(chip: Chip, M: int, N: int, dtype: torch.dtype, pieces: int = 1) 
 def gather_tiling_for(
     chip: Chip, M: int, N: int, dtype: torch.dtype, *, pair: bool = False
 ) -> Tiling:
-    """As `tiling_for`, where a part of the cores fetches shards: small tiles that the rest would
-    make in several waves are twice as wide, as a wave takes a tile's loads and not its arithmetic.
+    """As `tiling_for`, where a part of the cores fetches shards, and the rest make tiles.
 
     Args:
         pair: a step loads blocks of two weights.
     """
-    tiling = tiling_for(chip, M, N, dtype)
+    tiling = _in_few_waves(tiling_for(chip, M, N, dtype), chip, M, N, dtype, chip.cores // 8)
+    return tiling if pair else _in_long_steps(tiling, dtype)
+
+
+def sum_tiling_for(chip: Chip, M: int, N: int, dtype: torch.dtype) -> Tiling:
+    """As `tiling_for`, of one output whose partial sums are sent."""
+    return _in_long_steps(_in_few_waves(tiling_for(chip, M, N, dtype), chip, M, N, dtype, 0), dtype)
+
+
+def _in_few_waves(
+    tiling: Tiling, chip: Chip, M: int, N: int, dtype: torch.dtype, others: int
+) -> Tiling:
+    """Small tiles that the cores, but for `others`, would make in several waves, twice as wide: a
+    wave takes a tile's loads, not its arithmetic.
+    """
     small = (tiling.block_m, tiling.block_n) == (64, 64) and dtype.itemsize == 2 and not chip.is_amd
-    if small and chip.cores - chip.cores // 8 < -(-M // 64) * -(-N // 64):
+    if small and chip.cores - others < -(-M // 64) * -(-N // 64):
         return replace(tiling, block_n=128)
-    return tiling if pair else in_long_steps(tiling, dtype)
+    return tiling
 
 
-def in_long_steps(tiling: Tiling, dtype: torch.dtype) -> Tiling:
+def _in_long_steps(tiling: Tiling, dtype: torch.dtype) -> Tiling:
     """Small tiles by steps that load one block of x and one of w, where memory has room: twice as
     long, as a step waits for as long whatever it loads.
     """

@@ -23,9 +23,11 @@ from weft.kernels.engine.chips import (
     ONE_SHOT_BYTES,
     Chip,
     Tiling,
+    gather_tiling_for,
     gathers_by_copy_engines,
     known,
     scatters_in_one_shot,
+    sum_tiling_for,
     tiling_for,
 )
 
@@ -60,7 +62,7 @@ _WAYS = {
     "copy programs": _Way(0.25, 0.4, 0.0, 4.2),
     "copy engines": _Way(0.08, 0.0, 1.0, 5.0),  # the first copies
     "chunks": _Way(0.16, 0.0, 0.9, 8.0),  # a tile of each program, which take turns
-    "one shot": _Way(0.56, 0.24, 0.0, 3.2),
+    "one shot": _Way(0.56, 0.24, 0.0, 2.8),
     "two shots": _Way(1.4, 0.1, 0.0, 4.0),  # all ranks played, 16 to 64 rows
 }
 
@@ -137,6 +139,7 @@ def fused_time(
     dots = 2 * rows * columns * K / core
     ahead = K / tiling.block_k * hardware.ahead_us / max(tiling.num_stages - 1, 1)
     tile = max(dots, read / (hardware.core_bandwidth / 1e6), ahead) / split
+    parts = _parts_us(hardware, 4 * rows * columns, count, split)
     full, partial = divmod(count * split, wave)
     waves: float = full + (partial > 0)
     if way == "copy engines" and columns >= 128 and 0 < 2 * partial <= wave:
@@ -149,8 +152,6 @@ def fused_time(
     )
     port = hardware.link_rate(ranks)
     link = sent_bytes(op, M, N, K, dtype, ranks, way, wire)
-    if way == "one shot":
-        link *= -(-M // rows) * rows / max(M, 1)  # whole tiles
     link /= port
     latency, fill = hardware.hbm_latency_us + 2 * hardware.link_latency_us, 0.0
     if op == "all_gather_matmul":
@@ -171,8 +172,16 @@ def fused_time(
     cost = _WAYS[way]
     us = max(matmul, link) + cost.shorter * min(matmul, link)
     us += cost.tiles * tile + cost.fills * fill
-    us += hardware.launch_us + cost.exchanges * latency
+    us += parts + hardware.launch_us + cost.exchanges * latency
     return FusedTime(way, matmul, link, us, rate, told)
+
+
+def _parts_us(hardware: Hardware, nbytes: int, count: int, split: int) -> float:
+    """Of `count` tiles that are split: their parts go through memory, one core adds up a tile's."""
+    if split == 1:
+        return 0.0
+    by_core = split * nbytes / (hardware.core_bandwidth / 1e6)
+    return max(by_core, 2 * count * (split - 1) * nbytes / (hardware.hbm_bandwidth / 1e6))
 
 
 def _chip(hardware: Hardware) -> Chip:
@@ -211,7 +220,9 @@ def _tiling_of(
         return kernel_rates.tiling_of(op, chip, M, N, K, dtype, ranks)
     if way == "chunks":
         return tiling_for(chip, -(-M // ranks), N, dtype, ranks)
-    return tiling_for(chip, M, N, dtype)
+    if op == "all_gather_matmul":
+        return gather_tiling_for(chip, M, N, dtype)
+    return sum_tiling_for(chip, M, N, dtype)
 
 
 def sent_bytes(

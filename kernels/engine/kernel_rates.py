@@ -26,8 +26,8 @@ from weft.kernels.engine.chips import (
     Chip,
     Tiling,
     gather_tiling_for,
-    in_long_steps,
     scatters_in_one_shot,
+    sum_tiling_for,
     tiling_for,
 )
 
@@ -59,7 +59,7 @@ def tiling_of(op: str, chip: Chip, M: int, N: int, K: int, dtype: torch.dtype, W
         return tuned or tiling_for(chip, chunk, N, dtype, W)
     if gathers:
         return tuned or gather_tiling_for(chip, M, N, dtype)
-    return tuned or in_long_steps(tiling_for(chip, M, N, dtype), dtype)
+    return tuned or sum_tiling_for(chip, M, N, dtype)
 
 
 def tile_of(op: str, chip: Chip, M: int, N: int, K: int, dtype: torch.dtype, W: int) -> Tile:

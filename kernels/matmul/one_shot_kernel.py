@@ -7,8 +7,8 @@ sums are fp32, rounded once, and travel as `weft.kernels.device.partial_sums` sa
     reduce-scatter   y_d      = rows offsets[d] .. offsets[d+1] of that              on rank d
 
 Tiles of (block_m, block_n) are numbered 0 .. T-1; in a reduce-scatter a tile may straddle the rows
-of several owners. They travel as blocks of their own, row after row. The half of a generation is W
-slots of T tiles of partial sums, one slot for each source rank.
+of several owners. They travel as blocks of their own, row after row, less the rows that only pad a
+tile. The half of a generation is W slots of T tiles of partial sums, one slot for each source rank.
 
     rank r: tile t of x_r @ w_r --> slot r, of every rank, or of each row's owner
     then:   y = slot 0 + slot 1 + ...
@@ -44,7 +44,7 @@ from weft.collectives.memory.workspace import link_of
 from weft.kernels.device import partial_sums, splits, summed_tiles, tiles
 from weft.kernels.device.partial_sums import Wire
 from weft.kernels.device.summed_tiles import Products, SumConfig, slot_bytes, tile_count
-from weft.kernels.engine.chips import Chip, Tiling, in_long_steps, tiling_for
+from weft.kernels.engine.chips import Chip, Tiling, sum_tiling_for
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def one_shot_config(
     M: int, N: int, dtype: torch.dtype, chip: Chip, tiling: Tiling | None = None
 ) -> OneShotConfig:
     """The launch for a sum of (M, N) matrices."""
-    tiling = tiling or in_long_steps(tiling_for(chip, M, N, dtype), dtype)
+    tiling = tiling or sum_tiling_for(chip, M, N, dtype)
     count = tile_count(M, N, tiling)
     split = splits.programs_a_tile(count, _TYPICAL_K, tiling, chip)
     return OneShotConfig(
@@ -150,9 +150,10 @@ def _gemm_one_shot_kernel(
             if offsets is not None:
                 _send_to_owners(acc, start_m, offs, offsets, link, generation, V)
             else:
+                rows_left = M - start_m
                 for step in range(1, WORLD_SIZE + 1):
                     slots = summed_tiles.half_of(link, (rank + step) % WORLD_SIZE, generation)
-                    partial_sums.send_block(slots + offs, acc, WIRE)
+                    partial_sums.send_block(slots + offs, acc, WIRE, rows_left)
     begin, rows = 0, M
     if offsets is not None:
         begin = tiles.element(offsets, rank, WORLD_SIZE)
@@ -171,7 +172,7 @@ def _gemm_one_shot_kernel(
             start_m, start_n = summed_tiles.tile_place(tile, tiles_m, tiles_n, V)
             summed_tiles.collect(
                 out_ptr, slots + tl.cast(tile, tl.int64) * BLOCK, slot_stride, finish,
-                start_m - begin, start_n, rows, N, V, offsets is not None,
+                start_m - begin, start_n, rows, N, V, True,
             )  # fmt: skip
     if signals.end_call(link.signal_ptrs, rank, generation):
         signals.spoil(out_ptr, tl.cast(rows, tl.int64) * N)

@@ -56,8 +56,7 @@ from weft.kernels.engine.chips import (
     Chip,
     Tiling,
     chip_of,
-    in_long_steps,
-    tiling_for,
+    sum_tiling_for,
 )
 from weft.kernels.engine.fp8 import Scaling
 from weft.kernels.matmul import one_shot_kernel
@@ -84,7 +83,7 @@ def two_shot_config(
 ) -> TwoShotConfig:
     """The launch in two shots, whatever the size."""
     if tiling is None:
-        tiling = in_long_steps(tiling_for(chip, M, N, dtype), dtype)
+        tiling = sum_tiling_for(chip, M, N, dtype)
         if chip.descriptors:  # tiles of 128 x 128 would spill 8 bytes on sm_100
             tiling = replace(tiling, all_registers=True)
     return TwoShotConfig(

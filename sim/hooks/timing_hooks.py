@@ -1,6 +1,7 @@
 """What virtual time hooks in Triton's interpreter, beside `interpreter_hooks` and underneath it.
 
     InterpreterBuilder.create_masked_load / _store, create_dot    noted on the program's lane
+    InterpreterBuilder.binary_op, unary_op, ternary_op, ReduceOps.apply     how much is computed
     InterpretedFunction.rewrite     puts a `range` that counts before Python's in a kernel's module
     _patch_lang_core                and one in the place of tl.range
 
@@ -32,6 +33,9 @@ from weft.sim.time.trace import Lane, Tracer
 
 Array = npt.NDArray[Any]
 
+_SPECIAL = frozenset(
+    (np.exp, np.exp2, np.log, np.log2, np.sin, np.cos, np.sqrt, np.divide)
+)  # by the units of exponentials, or beginning there
 _COMPARISONS = frozenset(
     (np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal)
 )
@@ -55,6 +59,8 @@ def requirements() -> list[str]:
     missing = interpreter_hooks.moved_functions(want, ["_patch_lang_core"])
     if not hasattr(interpreter.InterpretedFunction, "rewrite"):
         missing.append("InterpretedFunction.rewrite is gone")
+    if not hasattr(interpreter, "ReduceOps"):
+        missing.append("ReduceOps is gone")
     return missing
 
 
@@ -70,7 +76,8 @@ def installed(tracer: Tracer, numerics: bool) -> Iterator[None]:
     hooks = _noting(kind, tracer, numerics)
     if not numerics:
         hooks |= _skipping(kind)
-    with patch.multiple(kind, **hooks), _counted_loops(sampled=not numerics):
+    hooks |= _counting(kind, hooks)
+    with _counted_reductions(), patch.multiple(kind, **hooks), _counted_loops(sampled=not numerics):
         yield
 
 
@@ -101,10 +108,10 @@ def _noting(kind: Any, tracer: Tracer, numerics: bool) -> dict[str, Any]:
     def masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any, **kwargs: Any) -> Any:
         element, strand = ptrs.get_element_ty(), local.strand
         if strand is not None and strand.lane is not None:
-            loaded = getattr(value, "loaded_by", None)
+            loaded, bits = getattr(value, "loaded_by", None), element.primitive_bitwidth
+            width = bits if element.is_floating() else 0
             for owner, _, count in blocks(ptrs, mask, strand.rank):
-                nbytes = count * max(1, element.primitive_bitwidth // 8)
-                strand.lane.store(owner, nbytes, loaded)
+                strand.lane.store(owner, count * max(1, bits // 8), width, loaded)
         if not numerics and element.is_floating() and strand is not None:
             return None
         return store(self, ptrs, value, mask, *rest, **kwargs)
@@ -177,6 +184,46 @@ def _skipping(kind: Any) -> dict[str, Any]:
         "unary_op": unary_op,
         "ternary_op": ternary_op,
     }
+
+
+def _counting(kind: Any, hooks: dict[str, Any]) -> dict[str, Any]:
+    """The arithmetic of `hooks`, or else of the builder; how much each op computes is noted."""
+
+    def counted(name: str, floating: int) -> Any:
+        compute = hooks.get(name, getattr(kind, name))
+
+        def run(self: Any, *operands: Any) -> Any:
+            out = compute(self, *operands)
+            if operands[floating].dtype.scalar.is_floating():
+                _compute(out.data.size, operands[-1] in _SPECIAL)
+            return out
+
+        return run
+
+    return {
+        "unary_op": counted("unary_op", 0),
+        "binary_op": counted("binary_op", 0),
+        "ternary_op": counted("ternary_op", 1),  # the first one may be a mask
+    }
+
+
+def _compute(results: int, special: bool) -> None:
+    lane = local.strand.lane if local.strand is not None else None
+    if lane is not None and results > 1:  # else of a single number
+        lane.compute(results, special)
+
+
+@contextmanager
+def _counted_reductions() -> Iterator[None]:
+    reduce = interpreter.ReduceOps.apply
+
+    def counted(self: Any, values: Any) -> Any:
+        if isinstance(values, tuple) and values[0].dtype.is_floating():  # else it calls itself
+            _compute(values[0].handle.data.size, False)
+        return reduce(self, values)
+
+    with patch.object(interpreter.ReduceOps, "apply", counted):
+        yield
 
 
 def _range(bounds: tuple[Any, ...], sampled: bool) -> Any:

@@ -380,7 +380,7 @@ class Clock:
                 if event.turns:
                     # Dots run behind the loads: the first waits for its operands, and after the
                     # last operands have come one is left.
-                    dots = event.flops / hardware.core_flops_per_us(event.dtype)
+                    dots = arithmetic_us(hardware, event)
                     nbytes = sum(size for _, size in event.loads.values())
                     first = start + latency + nbytes / event.turns / per_core
                     last = max(end, start + latency + event.steps * step_us)
@@ -560,6 +560,13 @@ class Clock:
         if key in self._arrived or key not in self._to_come:
             return Join(0)
         return self._awaited.setdefault(key, Join(1))
+
+
+def arithmetic_us(hardware: Hardware, work: Work) -> float:
+    """Of one core: its dots, and what they wait for, beside which its matrix units stand idle."""
+    per_us = hardware.core_results_per_us()
+    other = max(work.results, work.specials / hardware.specials) / per_us
+    return work.flops / hardware.core_flops_per_us(work.dtype) + other
 
 
 def library_matmul_us(hardware: Hardware, M: int, N: int, K: int, count: int, dtype: str) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.collectives.prices.hardware import Hardware, named
-from weft.sim.time.clock import Played, library_matmul_us, play
+from weft.sim.time.clock import Played, arithmetic_us, library_matmul_us, play
 from weft.sim.time.trace import HostOp, KernelLaunch, Store, Trace, Work
 
 KINDS = ("arithmetic", "moving", "waiting", "idle")
@@ -65,7 +65,8 @@ class Timeline:
 
     @cached_property
     def arithmetic_us(self) -> float:
-        """The busiest rank's dots alone, in the tiles that it made, on all of its cores."""
+        """The busiest rank's dots alone, and what they wait for, in the tiles that it made, on all
+        of its cores."""
         return max(self._arithmetic(rank) for rank in range(len(self.trace.streams)))
 
     def _arithmetic(self, rank: int) -> float:
@@ -75,7 +76,7 @@ class Timeline:
                 total += library_matmul_us(hardware, *event.matmul, event.dtype)
             elif isinstance(event, KernelLaunch):
                 cores = [0.0] * hardware.cores
-                dots = (w.flops / hardware.core_flops_per_us(w.dtype) for w in _tiles(event))
+                dots = (arithmetic_us(hardware, tile) for tile in _tiles(event))
                 # The longest first, as short ones then fill what these leave.
                 for us in sorted(dots, reverse=True):
                     heapq.heappush(cores, heapq.heappop(cores) + us)
@@ -221,6 +222,8 @@ def _tiles(launch: KernelLaunch) -> Iterator[Work]:
             elif isinstance(event, Work) and event.turns:
                 tile.turns += event.turns
                 tile.flops += event.flops
+                tile.results += event.results
+                tile.specials += event.specials
                 tile.dtype = event.dtype
 
 

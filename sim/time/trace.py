@@ -11,7 +11,7 @@ import ctypes
 from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 
-_SCALAR_BYTES = 64  # loads and stores up to this are words of tables and pads: they cost nothing
+# Loads and stores of integers up to this are words of tables and pads: they cost nothing, nor does
+# a single number.
+_SCALAR_BYTES = 64
 
 
 @dataclass(slots=True)
@@ -38,6 +40,8 @@ class Work:
         dtype: the narrowest that the program has loaded.
         stored: what it loads goes to stores as it is: they wait for it, the program does not.
         steps: turns of a loop after its first load.
+        results, specials: of other arithmetic that dots come after, as a softmax: its results, and
+            how many of them are exponentials and the like.
     """
 
     loads: dict[tuple[int, int], list[int]] = field(default_factory=dict)
@@ -46,6 +50,8 @@ class Work:
     dtype: str = "float32"
     stored: bool = False
     steps: int = 0
+    results: int = 0
+    specials: int = 0
 
 
 @dataclass(slots=True)
@@ -165,18 +171,21 @@ class Trace:
 class Lane:
     """Collects what one program does."""
 
-    __slots__ = ("_dtype", "_position", "_width", "_work", "events", "loops")
+    __slots__ = (
+        "_dtype", "_position", "_results", "_specials", "_width", "_work", "events", "loops",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.events: list[ProgramEvent] = []
         self.loops = 0  # that it has begun
         self._work: Work | None = None
         self._position = 0  # loads since the last dot
+        self._results = self._specials = 0  # likewise
         self._dtype, self._width = "float32", 64
 
     def load(self, owner: int, address: int, nbytes: int, dtype: str, width: int) -> int | None:
         """`width` is that of an element in bits; 0 if it is an integer. Number of its event."""
-        if nbytes <= _SCALAR_BYTES:
+        if _is_scalar(nbytes, width):
             return None
         if 0 < width < self._width:
             self._dtype, self._width = dtype, width
@@ -192,11 +201,18 @@ class Lane:
         work.flops += flops
         work.turns += 1
         work.dtype = "tf32" if tf32 and self._dtype == "float32" else self._dtype
-        self._position = 0
+        work.results += self._results
+        work.specials += self._specials
+        self._position = self._results = self._specials = 0
 
-    def store(self, owner: int, nbytes: int, loaded: int | None) -> None:
+    def compute(self, results: int, special: bool) -> None:
+        """Elementwise arithmetic or a reduction of so many numbers; `special`: exponentials."""
+        self._results += results
+        self._specials += results * special
+
+    def store(self, owner: int, nbytes: int, width: int, loaded: int | None) -> None:
         """A store to `owner`'s memory; `loaded`: what came with that event, unchanged."""
-        if nbytes > _SCALAR_BYTES:
+        if not _is_scalar(nbytes, width):
             if loaded is not None:
                 work = self.events[loaded]
                 assert isinstance(work, Work)
@@ -206,6 +222,7 @@ class Lane:
     def add(self, event: ProgramEvent) -> None:
         """Anything that ends the pipeline."""
         self._work, self._position = None, 0
+        self._results = self._specials = 0  # what no dot comes after is hidden by others' loads
         # Polls in vain are one wait: for what the last of them saw.
         last = self.events[-1] if self.events else None
         match event, last:
@@ -224,27 +241,30 @@ class Lane:
         if self._work is not None:
             self._work.steps += 1
 
-    def state(self) -> tuple[int, int, int, int, dict[tuple[int, int], int]]:
+    def state(self) -> tuple[int, Work]:
         """Enough to see what an iteration of a loop has added: see `repeat`."""
         work = self._work or Work()
-        loads = {key: entry[1] for key, entry in work.loads.items()}
-        return len(self.events), work.flops, work.turns, work.steps, loads
+        loads = {key: list(entry) for key, entry in work.loads.items()}
+        return len(self.events), replace(work, loads=loads)
 
-    def repeat(
-        self, before: tuple[int, int, int, int, dict[tuple[int, int], int]], times: int
-    ) -> bool:
+    def repeat(self, before: tuple[int, Work], times: int) -> bool:
         """Add `times` more what came since `before`. False, and nothing, unless it was a turn of a
         pipeline: loads and at least one dot."""
-        count, flops, turns, steps, loads = before
+        count, then = before
         work = self._work
-        if work is None or len(self.events) != count or work.turns == turns or not turns:
+        if work is None or len(self.events) != count or work.turns == then.turns or not then.turns:
             return False
         for key, entry in work.loads.items():
-            entry[1] += times * (entry[1] - loads.get(key, 0))
-        work.flops += times * (work.flops - flops)
-        work.turns += times * (work.turns - turns)
-        work.steps += times * (work.steps - steps)
+            entry[1] += times * (entry[1] - then.loads.get(key, (0, 0))[1])
+        for name in ("flops", "turns", "steps", "results", "specials"):
+            now = getattr(work, name)
+            setattr(work, name, now + times * (now - getattr(then, name)))
         return True
+
+
+def _is_scalar(nbytes: int, width: int) -> bool:
+    """Of elements of `width` bits, 0 if integers: whether an access is free."""
+    return nbytes <= (width // 8 or _SCALAR_BYTES)
 
 
 class Tracer(Observer):

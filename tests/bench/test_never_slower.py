@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,3 +41,9 @@ def test_the_command(capsys: Any) -> None:
     assert f"auto takes up to {worst:.2f} of the best" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         never_slower.main(["--ops", "matmul"])
+
+
+def test_the_page_has_the_table_of_today() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "scaling.md").read_text()
+    for op, chip in (("matmul_all_reduce", "h200"), ("ring_attention", "mi300x")):
+        assert never_slower.summary(list(never_slower.compared([op], [chip])))[-1] in page

@@ -94,6 +94,19 @@ def test_a_pipeline_waits_for_what_its_stages_do_not_load_ahead() -> None:
         assert made.makespan == pytest.approx(us)
 
 
+def test_dots_wait_for_the_arithmetic_between_them() -> None:
+    # As in the first case, 8 us of dots. A core makes 0.5 M fp32 results a us, an eighth of them
+    # if exponentials: 1 M results take 2 us, of which 0.5 M exponentials would take 8 us.
+    loop = Work({(0, 0): [0, 4000]}, 8_000_000, 4, "bfloat16", results=1_000_000)
+    made = Timeline(trace([launch([loop])]), TOY)
+    assert made.makespan_us == pytest.approx(20.0 + 2)
+    assert made.arithmetic_us == pytest.approx(10.0) and made.bound_us == pytest.approx(2.0)
+    loop.specials = 500_000
+    assert play(trace([launch([loop])]), TOY).makespan == pytest.approx(20.0 + 8)
+    slow = dataclasses.replace(TOY, specials=1 / 16)
+    assert play(trace([launch([loop])]), slow).makespan == pytest.approx(20.0 + 16)
+
+
 def test_arithmetic_alone_fills_what_long_tiles_leave_with_short_ones() -> None:
     # Three tiles of 4 us and six of 2 us, 6 us on each of four cores; 8 in the order of programs.
     half = [work(0, 0, 2_000_000, 1), Store(0, 0)]
@@ -408,6 +421,49 @@ def test_pictures_and_traces(tmp_path: Path) -> None:
 def _reciprocal_kernel(x_ptr) -> None:
     offs = tl.arange(0, 16)
     tl.store(x_ptr + offs, tl.rsqrt(tl.load(x_ptr + offs)))
+
+
+@triton.jit
+def _softmaxed_kernel(x_ptr, steps) -> None:
+    offs = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    acc = tl.full((16, 16), 0.0, dtype=tl.float32)
+    for _ in range(steps):
+        x = tl.load(x_ptr + offs)
+        scores = tl.dot(x, x)
+        weights = tl.exp2(scores - tl.max(scores, 1)[:, None])
+        acc = tl.dot(weights, x, acc)
+    tl.store(x_ptr + offs, tl.exp2(acc) * 2.0)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("numerics", [False, True])
+def test_what_a_softmax_computes_is_counted(numerics: bool) -> None:
+    """Each step's maximum, difference and exponentials; not what comes after the last dot."""
+    steps = 7
+    made = sim.run(
+        1,
+        lambda rank: _softmaxed_kernel[(1,)](torch.ones(16, 16), steps),
+        hardware="h100",
+        numerics=numerics,
+    ).timeline
+    (kernel,) = (e for e in made.trace.events(0) if isinstance(e, KernelLaunch))
+    (work,) = (e for e in kernel.programs[0] if isinstance(e, Work))
+    assert (work.results, work.specials) == (3 * 256 * steps, 256 * steps)
+
+
+@needs_interpreter
+def test_a_row_alone_is_all_that_one_shot_sends() -> None:
+    """Its tile has 16 rows. Partial sums travel in 24 bits."""
+    N, W = 96, 3
+
+    def body(rank: int) -> None:
+        x, w = torch.zeros(1, 64).bfloat16(), torch.zeros(64, N).bfloat16()
+        with weft.engine("triton"):
+            weft.matmul_all_reduce(x, w)
+
+    made = sim.run(W, body, hardware="h100", numerics=False).timeline
+    tile = 64  # whose columns are sent whole
+    assert made.played.link_bytes == -(-N // tile) * tile * 3 * (W - 1)
 
 
 @needs_interpreter
