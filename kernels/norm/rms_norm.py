@@ -27,6 +27,7 @@ from weft import settings
 from weft.collectives import Group, all_gather, movement, reduce_scatter, resolve, workspace
 from weft.collectives.device.launches import layouts_of
 from weft.collectives.memory.checks import check_call
+from weft.collectives.memory.repeatable import repeatable
 from weft.collectives.profiled import profiled, profiler_enabled
 from weft.collectives.ranks.chunks import chunk_sizes
 from weft.collectives.ranks.flight import call_of
@@ -45,6 +46,7 @@ WIDEST = 1 << 16
 MOST_BYTES = 4 << 20
 
 
+@repeatable
 def reduce_scatter_rms_norm_all_gather(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
