@@ -17,6 +17,7 @@ import torch.distributed as dist
 from weft.collectives import movement
 from weft.collectives.memory.checks import check_call
 from weft.collectives.memory.exchange import exchange
+from weft.collectives.memory.repeatable import repeatable
 from weft.collectives.process_groups import REDUCIBLE, ReduceOp, by_group
 from weft.collectives.ranks.chunks import chunk_sizes
 from weft.collectives.ranks.flight import call_of
@@ -27,6 +28,7 @@ from weft.collectives.sizes import known_sizes, plain_sizes
 from weft.errors import MismatchError, PeerTimeout
 
 
+@repeatable
 def all_gather(
     x: torch.Tensor,
     group: GroupLike = None,
@@ -83,6 +85,7 @@ class _AllGather(torch.autograd.Function):
         return dx, None, None, None
 
 
+@repeatable
 def reduce_scatter(
     x: torch.Tensor,
     group: GroupLike = None,
@@ -155,6 +158,7 @@ class _ReduceScatter(torch.autograd.Function):
         return out / ctx.group.world_size if ctx.op == "avg" else out, None, None, None, None
 
 
+@repeatable
 def all_reduce(
     x: torch.Tensor,
     group: GroupLike = None,
@@ -204,6 +208,7 @@ class _AllReduce(torch.autograd.Function):
         return _apply(_AllReduce, grad, ctx.group, ctx.op), None, None
 
 
+@repeatable
 def all_to_all(
     x: torch.Tensor,
     output_split_sizes: Sequence[int] | None = None,
@@ -286,6 +291,7 @@ class _AllToAll(torch.autograd.Function):
         return _apply(_AllToAll, grad, *ctx.args), None, None, None, None
 
 
+@repeatable
 def broadcast(
     x: torch.Tensor, src: int = 0, group: GroupLike = None, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from weft import settings
 from weft.collectives import kept_files
 from weft.collectives.memory.exchange import exchange
+from weft.collectives.memory.repeatable import straight
 from weft.collectives.memory.workspace import give_back
 from weft.collectives.ranks.group import (
     Group,
@@ -120,6 +121,7 @@ _machines: dict[tuple[Group, str], Machine] = {}
 kept_by_group.append(_machines)
 # What was chosen by the rates, by keys with the group among them.
 kept_by_rates: list[dict[Any, Any]] = []
+kept_by_rates.append(straight)
 
 
 def forget_rates(group: Group) -> None:

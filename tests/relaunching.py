@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,11 +24,15 @@ import torch
 import triton
 import triton.language as tl
 from launching import HOOK, parameter_sizes
+from torch.utils.flop_counter import FlopCounterMode
 
+import weft
 from weft.bench.host import driver, measure
 from weft.bench.host.calls import CALLS
 from weft.collectives.device.launches import Repeated, launching, layouts_of, temporary
-from weft.collectives.memory.workspace import Workspace
+from weft.collectives.memory import exchange, repeatable
+from weft.collectives.memory.repeatable import Straight
+from weft.collectives.memory.workspace import Workspace, workspaces
 
 OTHER = measure.RANK + 1  # whose tensors are taken the second time
 _SEEN: list[list[bytes]] = []
@@ -85,6 +90,7 @@ def forget() -> None:
             each._kept.clear()
         if isinstance(each, Workspace):
             each._launches.clear()
+    repeatable.straight.clear()
 
 
 def difference(kept: list[list[bytes]], anew: list[list[bytes]], old: Any) -> str:
@@ -116,10 +122,34 @@ def wrong_call(name: str) -> str:
         old = held()
         with prepared_launches() as found:
             kept = launched(lambda: run(other))
+            results = list[Any]()
+            straight = launched(lambda: results.append(run(other)))  # the third call since
+            made_straight = launched_straight()
         if found:
             return f"prepared: {found}"
+        if made_straight == (name in NOT_STRAIGHT):
+            return f"made straight: {made_straight}"
         forget()
-        return difference(kept, launched(lambda: run(other)), old)
+        anew = launched(lambda: results.append(run(other)))
+        if layout(results[0]) != layout(results[1]):
+            return f"results {layout(results[0])}, not {layout(results[1])}"
+        return difference(kept, anew, old) or difference(straight, anew, old)
+
+
+# Calls through copy engines, whose copies are enqueued anew, and gradients.
+NOT_STRAIGHT = "all_gather_matmul, 8192 tokens", "its gradient of w", "its gradients"
+
+
+def launched_straight() -> bool:
+    """Whether a function has found out how its calls go straight to their launches."""
+    return any(isinstance(each, Straight) for each in repeatable.straight.values())
+
+
+def layout(results: Any) -> Any:
+    """Of tensors, in tuples and lists."""
+    if isinstance(results, torch.Tensor):
+        return results.shape, results.stride(), results.storage_offset(), results.dtype
+    return type(results), [*map(layout, results)]
 
 
 @triton.jit
@@ -207,6 +237,62 @@ def wrong_case(make: _Make, first: Any, then: Any, keeps: bool) -> str:
     return ""
 
 
+def straight_cases() -> Iterator[tuple[str, str]]:
+    """By name, what is wrong with calls that a function must make itself, or learns from."""
+    W, lengths, made, make = (
+        measure.WORLD_SIZE,
+        [8] * measure.WORLD_SIZE,
+        list[str](),
+        Straight.make,
+    )
+
+    def seen(self: Straight, *args: Any) -> Any:
+        result = make(self, *args)
+        made.append("otherwise" if result is repeatable._OTHERWISE else "straight")
+        return result
+
+    def way(call: Callable[[], object], wanted: str = "", times: int = 1) -> str:
+        """ "" if so many calls are made in the ways that are wanted, else these."""
+        made.clear()
+        for _ in range(times):
+            call()
+        return "" if made == wanted.split() else f"made {made}"
+
+    with (
+        measure.prepared(CALLS["all_gather_matmul, 2048 tokens"]),
+        patch.object(exchange, "_agreed", lambda *_: [*lengths]),
+        patch.object(Straight, "make", seen),
+    ):
+        x, w, bias = (torch.zeros(8, n, dtype=torch.bfloat16) for n in (64, 64, 1))
+        w, bias = w.t().contiguous(), bias[:, 0].contiguous()
+        odd = torch.zeros(8 * 64 + 1, dtype=torch.bfloat16)[1:].view(8, 64)
+        gather = partial(weft.all_gather_matmul, x, w)
+        yield "the third call", way(gather, "straight straight", 4)
+        yield "other numbers", way(partial(gather, gather_dim=-2))
+        yield "another tensor", way(partial(gather, bias=bias))
+        yield "its third call", way(partial(gather, bias=bias), "straight", 2)
+        yield "lengths that are given", way(partial(gather, sizes=lengths), "straight", 3)
+        with patch.dict(os.environ, WEFT_TIMEOUT_S="77"):
+            yield "another time-out", way(gather)
+        yield "explained", way(lambda: weft.explain(gather))
+        with torch.autograd.profiler.profile():
+            yield "profiled", way(gather)
+        with FlopCounterMode(display=False):
+            yield "in a mode", way(gather)
+        needy = partial(weft.all_gather_matmul, x, w.clone().requires_grad_())
+        yield "a gradient", way(needy, times=4)
+        yield "no multiple of 16", way(partial(weft.all_gather_matmul, odd, w), "otherwise")
+        lengths[-1] = 16
+        longer = gather()
+        told = f"results {[*longer.shape]}" if longer.shape != (8 * W + 8, 8) else ""
+        yield "more rows on another rank", told
+        lengths[-1] = 8
+        yield "those of before, again", way(gather, "straight")
+        for ws in workspaces():
+            ws.retired = True
+        yield "memory that has grown", way(gather, "otherwise")
+
+
 FIRST = (
     "all_gather_matmul, 2048 tokens", "all_gather_matmul, 8192 tokens", "its gradient of w",
     "matmul_reduce_scatter, 2048 tokens", "... with bias and residual", "flash_decode",
@@ -218,6 +304,7 @@ def main(all_of_them: bool) -> None:
     _hook = watch()
     told = {name: wrong_call(name) for name in (CALLS if all_of_them else FIRST)}
     told |= {name: wrong_case(*case) for name, case in MADE_AGAIN.items()}
+    told |= dict(straight_cases())
     print(json.dumps(told))
 
 

@@ -409,12 +409,14 @@ def decoding(rank: int, ours: Modules = OURS) -> None:
             torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-4)
 
 
-def of_norms(ours: Modules, one_shot: bool, channel: str) -> tuple[Any, ...]:
+def of_norms(
+    ours: Modules, one_shot: bool, channel: str, by_switch: bool = False
+) -> tuple[Any, ...]:
     """Terms, weight, residual, share, memory and launch of norms: two parts, two teams."""
     (T, H), W = (7, 20), resolve(None).world_size
     share = -(-T // W)
     xs, weight, kept = [matrix(T, H, r) for r in range(W)], matrix(1, H, 50)[0], matrix(T, H, 60)
-    config = ours.norm.RMSNormConfig(teams=2, part=16, one_shot=one_shot)
+    config = ours.norm.RMSNormConfig(teams=2, part=16, one_shot=one_shot, by_switch=by_switch)
     nbytes = ours.norm.workspace_bytes(T, share, H, torch.float32, W, config)
     ws = workspace(None, nbytes, channel=channel)
     return xs, weight, kept, share, ws, config
@@ -434,9 +436,9 @@ def normed(rank: int, ours: Modules, one_shot: bool) -> None:
         torch.testing.assert_close(y, torch.nn.functional.rms_norm(total, (H,), weight, 1e-3))
 
 
-def normed_whole(rank: int, ours: Modules, one_shot: bool) -> None:
+def normed_whole(rank: int, ours: Modules, one_shot: bool, by_switch: bool = False) -> None:
     """As `normed`, where every rank has all of the residual and makes all of h; fp8 at last."""
-    xs, weight, kept, share, ws, config = of_norms(ours, one_shot, "whole norm")
+    xs, weight, kept, share, ws, config = of_norms(ours, one_shot, "whole norm", by_switch)
     W, H = len(xs), len(weight)
     for call in range(CALLS):
         y, h, *scales = ours.norm.launch_sum_rms_norm(
@@ -458,6 +460,11 @@ def normed_whole_in_one_shot(rank: int, ours: Modules = OURS) -> None:
 
 def normed_whole_in_two_shots(rank: int, ours: Modules = OURS) -> None:
     normed_whole(rank, ours, False)
+
+
+def normed_whole_by_the_switch(rank: int, ours: Modules = OURS) -> None:
+    """Every rank's memory stands for the switch."""
+    normed_whole(rank, ours, False, by_switch=True)
 
 
 def normed_in_one_shot(rank: int, ours: Modules = OURS) -> None:
@@ -612,6 +619,7 @@ KERNELS: dict[str, Callable[..., None]] = {
     "norm of sums, two shots": normed_in_two_shots,
     "norm of whole sums, one shot": normed_whole_in_one_shot,
     "norm of whole sums, two shots": normed_whole_in_two_shots,
+    "norm of whole sums, by the switch": normed_whole_by_the_switch,
     "dispatch to experts": dispatched,
     "dispatch to experts in fp8": dispatched_in_fp8,
     "combine of experts": combined,

@@ -33,6 +33,7 @@ PULLS, EXCHANGES, SUMS = list(COLLECTIVES)[:1], list(COLLECTIVES)[1:2], list(COL
 RINGS, DECODING = ("ring attention", "ring attention, backward"), ("decoding",)
 NORMS = ("norm of sums, one shot", "norm of sums, two shots")
 WHOLE_NORMS = ("norm of whole sums, one shot", "norm of whole sums, two shots")
+SWITCHED_NORMS = ("norm of whole sums, by the switch",)
 HEADS = ("attention by heads", "attention by heads, backward")
 BACKWARD = RINGS[1:]
 EXPERTS = ("dispatch to experts", "dispatch to experts in fp8", "combine of experts")

@@ -18,6 +18,7 @@ from sim_faults import (
     RACE,
     RINGS,
     SUMS,
+    SWITCHED_NORMS,
     WHOLE_NORMS,
     fault,
 )
@@ -36,7 +37,7 @@ from weft.kernels.expert_kernels import (
 from weft.kernels.flash import decode_kernel, ring_dkv, ring_keys
 from weft.kernels.heads import head_dkv, heads_kernel
 from weft.kernels.matmul import copy_engines
-from weft.kernels.norm import rms_norm_kernel, team_rows
+from weft.kernels.norm import rms_norm_kernel, switched_rows, team_rows
 
 # The package has a function of the same name.
 exchange = importlib.import_module("weft.collectives.memory.exchange")
@@ -355,6 +356,20 @@ IN_NORMS = [
         "return (half + partial_at).to(",
         "return (half + partial_at - 64).to(",
         WHOLE_NORMS[1:],
+    ),
+    fault(
+        "the switch stores sums where the terms are",
+        switched_rows,
+        "shown_at = at + tl.cast(call.rest, tl.int64) * H * SIZE",
+        "shown_at = at",
+        SWITCHED_NORMS,
+    ),
+    fault(
+        "terms for the switch lie where the sums come",
+        switched_rows,
+        "own = team_rows.row_ptr(call, call.rank, row, term.dtype)",
+        "own = team_rows.row_ptr(call, call.rank, call.rest + row, term.dtype)",
+        SWITCHED_NORMS,
     ),
     fault(
         "every program of a team stores the scale",

@@ -64,7 +64,7 @@ from weft.kernels.flash import (
 )
 from weft.kernels.heads import head_dkv, head_queries, head_units
 from weft.kernels.matmul import all_gather_kernel, one_shot_kernel
-from weft.kernels.norm import rms_norm_kernel, team_rows
+from weft.kernels.norm import rms_norm_kernel, switched_rows, team_rows
 from weft.markdown import between_marks
 
 CASES = KERNELS | COLLECTIVES | HOST
@@ -96,6 +96,7 @@ PARTS = (
     weigh_kernel,
     few_tokens,
     team_rows,
+    switched_rows,
     rms_norm_kernel,
     summed_tiles,
     one_shot_kernel,

@@ -32,6 +32,9 @@ CALLS: dict[str, dict[str, Any]] = {
     "reduce_scatter_rms_norm_all_gather": {
         "op": "norm", "tokens": 8, "H": 4096, "dtype": "bfloat16",
     },
+    "all_reduce_residual_rms_norm": {
+        "op": "norm", "tokens": 8, "H": 4096, "dtype": "bfloat16", "which": "whole",
+    },
     "ring_attention": _attention("ring_attention", "forward"),
     "its gradients": _attention("ring_attention", "backward"),
     "ulysses_attention": _attention("ulysses_attention", "forward"),

@@ -229,9 +229,11 @@ def _gathered(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> W
     scale = torch.full((), 0.5, device=randoms.device)
     scaled = _scales(dtype, scale)
 
+    @cache
     def x(r: int) -> torch.Tensor:
         return randoms("x", r, (M // W, K), dtype)
 
+    @cache
     def w(r: int) -> torch.Tensor:
         return randoms("w", r, (N, K), dtype).t()
 
@@ -270,12 +272,15 @@ def _summed(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Wor
     scaled = _scales(dtype, scale)
     out_dtype = torch.bfloat16 if scaled else dtype
 
+    @cache
     def x(r: int) -> torch.Tensor:
         return randoms("x", r, (M, K), dtype)
 
+    @cache
     def w(r: int) -> torch.Tensor:
         return randoms("w", r, (N, K), dtype).t()
 
+    @cache
     def more(r: int, rows: int) -> dict[str, Any]:
         if "epilogue" not in params:
             return {}
@@ -312,6 +317,7 @@ def _weight_gradient(params: dict[str, Any], W: int, rank: int, randoms: _Random
     M, N, K, dtype = params["M"], params["N"] // W, params["K"], _dtype(params)
     ys: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
+    @cache
     def x(r: int) -> torch.Tensor:
         return randoms("x", r, (M // W, K), dtype)
 
@@ -344,6 +350,7 @@ def _collective(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) ->
     count = params["nbytes"] // dtype.itemsize // W * W
     share = count // W
 
+    @cache
     def x(r: int) -> torch.Tensor:
         return randoms("x", r, (share if op == "all_gather" else count,), dtype)
 
@@ -372,13 +379,19 @@ def _norm(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Workl
     tokens, H, dtype = params["tokens"], params["H"], _dtype(params)
     weight = randoms("weight", 0, (H,), dtype)
 
+    @cache
     def x(r: int) -> torch.Tensor:
         return randoms("x", r, (tokens, H), dtype)
 
+    @cache
     def residual(r: int) -> torch.Tensor:
         return randoms("residual", r, (tokens // W, H), dtype)
 
+    whole = torch.cat([residual(r) for r in range(W)])
+
     def run(r: int) -> Any:
+        if params.get("which") == "whole":
+            return weft.all_reduce_residual_rms_norm(x(r), whole, weight)
         op = weft.reduce_scatter_rms_norm_all_gather
         return op(x(r), weight, residual=residual(r), eps=1e-6)
 
@@ -389,9 +402,8 @@ def _norm(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Workl
             [residual(i).double() for i in range(W)],
             1e-6,
         )
-        return [y, hs[r]]
+        return [y, torch.cat(hs) if params.get("which") == "whole" else hs[r]]
 
-    whole = torch.cat([residual(r) for r in range(W)])
     return Workload(
         run,
         expected,
@@ -495,6 +507,7 @@ def _decode(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Wor
     lengths = torch.full((B,), S, device=randoms.device)
     q = randoms("q", 0, (B, H, 1, D), dtype)
 
+    @cache
     def held(name: str, r: int) -> torch.Tensor:
         return randoms(name, r, (B, H_kv, S // W, D), dtype)
 

@@ -35,17 +35,20 @@ _Fill = Callable[[Sequence[Any]], Any]  # an argument, of the tensors of a call
 _ALIGNED = 16  # bytes: what Triton specializes addresses for
 
 
-class _Here(threading.local):
+class _UnderWay(threading.local):
     recorder: _Recorder | None = None
+    watched: Any = None  # a call that `weft.collectives.memory.repeatable` watches
+    agreed: tuple[Any, ...] = ()  # what one that could not be repeated has learned
 
 
-_here = _Here()
+under_way = _UnderWay()
+kept_any = False  # whether launches have been kept in this process
 
 
 def launching(kernel: Any, programs: int) -> Callable[..., Any]:
     """kernel[(programs,)], which a call that is being recorded notes."""
     run: Callable[..., Any] = kernel[(programs,)]
-    recorder = _here.recorder
+    recorder = under_way.recorder
     if recorder is None:
         return run
 
@@ -66,7 +69,7 @@ def launch_kept(
     """
     key = id(kernel), *args[1:], *constants.values()
     run = kept.get(key)
-    if run is not None and _here.recorder is None:
+    if run is not None and under_way.recorder is None:
         run()  # a fifth of what Triton takes to look it up
         return
     compiled = launching(kernel, 1)(*args, **constants, num_warps=1)
@@ -84,15 +87,15 @@ def _is_compiled(launched: Any) -> bool:
 
 def temporary(x: torch.Tensor) -> torch.Tensor:
     """x, which a call has made for its kernels and does not return: repeated calls make another."""
-    if _here.recorder is not None:
-        _here.recorder.temporaries.append(x)
+    if under_way.recorder is not None:
+        under_way.recorder.temporaries.append(x)
     return x
 
 
 def lasting(x: torch.Tensor) -> torch.Tensor:
     """x, whose contents follow from the key of the call: repeated calls are given it again."""
-    if _here.recorder is not None:
-        _here.recorder.lasting.add(x.data_ptr())
+    if under_way.recorder is not None:
+        under_way.recorder.lasting.add(x.data_ptr())
     return x
 
 
@@ -109,7 +112,7 @@ class _NotKeptError(Exception):
 
 
 # What a call may do between its launches: nothing that reads or writes.
-_LOOKS = {
+LOOKS = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "view", "reshape",
     "t", "transpose", "permute", "slice", "select", "narrow", "split", "split_with_sizes", "chunk",
     "as_strided", "expand", "squeeze", "unsqueeze", "detach", "alias", "resolve_neg",
@@ -133,7 +136,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.refused |= func.overloadpacket.__name__ not in _LOOKS
+        self.refused |= func.overloadpacket.__name__ not in LOOKS
         return func(*args, **kwargs or {})
 
     def note(
@@ -148,24 +151,26 @@ class _Recorder(TorchDispatchMode):
 
 
 @dataclass(frozen=True)
-class _Kept:
+class KeptCall:
     """A call that can be made again.
 
     Attributes:
         launches: how each kernel is run, and its arguments, constants or not.
-        made: shape and dtype of what is allocated: for results, then for what is temporary.
+        made: shape, strides and dtype of what is allocated: for results, then for what is
+            temporary.
         results: how each result lies in its part of `made`: shape, strides, offset; None: as it is.
     """
 
     device: torch.device
     launches: list[tuple[Callable[..., object], list[Any], list[tuple[int, _Fill]]]]
-    made: list[tuple[tuple[int, ...], torch.dtype]]
+    made: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
     results: list[tuple[tuple[int, ...], tuple[int, ...], int] | None]
 
     def make(self, operands: Operands) -> list[torch.Tensor]:
         """Launch all, and return the results."""
         device = self.device
-        made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.made]
+        # Given strides, a tensor is made in 1.3 us, else in 1.9.
+        made = [torch.empty_strided(*at, dtype=dtype, device=device) for *at, dtype in self.made]
         tensors = [*operands, *made]
         for run, arguments, fills in self.launches:
             given = arguments.copy()
@@ -174,6 +179,16 @@ class _Kept:
             run(*given)
         views = zip(made, self.results, strict=False)
         return [x if view is None else x.as_strided(*view) for x, view in views]
+
+
+def are_apart(operands: Sequence[torch.Tensor]) -> bool:
+    """Whether launches may be made again with them: empty ones have no address, two that begin
+    alike could not be told apart, and others are not what was compiled for.
+    """
+    places, bits = [x.data_ptr() for x in operands], 0
+    for place in places:
+        bits |= place
+    return not (bits % _ALIGNED or 0 in places or len(set(places)) != len(places))
 
 
 class Repeated:
@@ -186,7 +201,7 @@ class Repeated:
     def __init__(self, device: torch.device, tables: Sequence[torch.Tensor]) -> None:
         self._device = device
         self._tables = {x.data_ptr() for x in tables}
-        self._kept = KeptDict[Hashable, _Kept | None](1024)
+        self._kept = KeptDict[Hashable, KeptCall | None](1024)
 
     def call(
         self,
@@ -204,34 +219,36 @@ class Repeated:
         kept = self._kept.get(key, self)
         if kept is None:
             return make()
-        places = [x.data_ptr() for x in operands if x is not None]
-        # Empty operands have no address, two that begin alike could not be told apart.
-        apart = 0 not in places and len(set(places)) == len(places)
-        if not apart or any(place % _ALIGNED for place in places):
+        if not are_apart([x for x in operands if x is not None]):
             return make()
-        if isinstance(kept, _Kept):
-            return kept.make(operands)
+        if isinstance(kept, KeptCall):
+            results = kept.make(operands)
+            if under_way.watched is not None:
+                under_way.watched.repeated.append((kept, operands, results))
+            return results
         return self._recorded(key, operands, make)
 
     def _recorded(
         self, key: Hashable, operands: Operands, make: Callable[[], Sequence[torch.Tensor]]
     ) -> Sequence[torch.Tensor]:
-        recorder, before = _Recorder(), _here.recorder
-        _here.recorder = recorder
+        recorder, before = _Recorder(), under_way.recorder
+        under_way.recorder = recorder
         try:
             with recorder:
                 results = make()
         finally:
-            _here.recorder = before
+            under_way.recorder = before
         try:
             self._kept[key] = self._keep(recorder, operands, results)
+            global kept_any
+            kept_any = True
         except _NotKeptError:
             self._kept[key] = None
         return results
 
     def _keep(
         self, recorder: _Recorder, operands: Operands, results: Sequence[torch.Tensor]
-    ) -> _Kept:
+    ) -> KeptCall:
         made = [*results, *recorder.temporaries]
         places: dict[int, int | None] = dict.fromkeys(self._tables | recorder.lasting)
         begins = [x.untyped_storage().data_ptr() for x in made]
@@ -251,10 +268,11 @@ class Repeated:
         for x in made:
             count = x.untyped_storage().nbytes() // x.element_size()
             whole = x.is_contiguous() and x.numel() == count
-            shapes.append((tuple(x.shape) if whole else (count,), x.dtype))
+            shape, strides = (tuple(x.shape), x.stride()) if whole else ((count,), (1,))
+            shapes.append((shape, strides, x.dtype))
             view = tuple(x.shape), x.stride(), int(x.storage_offset())
             views.append(None if whole else view)
-        return _Kept(self._device, launches, shapes, views[: len(results)])
+        return KeptCall(self._device, launches, shapes, views[: len(results)])
 
 
 def _filled(value: Any, places: dict[int, int | None]) -> _Fill | None:

@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.collectives.device import signals
+from weft.collectives.device import signals, switch
 from weft.collectives.device.device_math import cdiv
 from weft.collectives.device.launches import launching
 from weft.collectives.kernels.collective_launch import within_budget
@@ -36,48 +36,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCK = 256  # vectors of 16 bytes
 _NUM_WARPS = 8
 _PROGRAMS = 24  # the switch does the work; more programs only compete
-
-_LOAD_F32 = signals.Constant(
-    "{ .reg .pred p; setp.ne.s32 p, $5, 0; "
-    "@p multimem.ld_reduce.relaxed.sys.global.add.v4.f32 {$0, $1, $2, $3}, [$4]; }"
-)
-_LOAD_BF16 = signals.Constant(
-    "{ .reg .pred p; setp.ne.s32 p, $5, 0; @p "
-    "multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.bf16x2 {$0, $1, $2, $3}, [$4]; }"
-)
-_LOAD_F16 = signals.Constant(
-    "{ .reg .pred p; setp.ne.s32 p, $5, 0; @p "
-    "multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.f16x2 {$0, $1, $2, $3}, [$4]; }"
-)
-_STORE = signals.Constant(
-    "{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.u32 $0, 0; "
-    "@p multimem.st.relaxed.sys.global.v4.f32 [$1], {$3, $4, $5, $6}; }"
-)
-
-
-@triton.jit
-def _reduce_vectors(source, target, mask, dtype: tl.constexpr):
-    """Sum over the ranks of the 16 bytes at each multicast address `source`, to `target` of all."""
-    load: tl.constexpr = (
-        _LOAD_F32 if dtype == tl.float32 else _LOAD_BF16 if dtype == tl.bfloat16 else _LOAD_F16
-    )
-    valid = mask.to(tl.int32)
-    a, b, c, d = tl.inline_asm_elementwise(
-        load,
-        "=r,=r,=r,=r,l,r",
-        [source, valid],
-        dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32),
-        is_pure=False,
-        pack=1,
-    )
-    tl.inline_asm_elementwise(
-        _STORE,
-        "=r,l,r,r,r,r,r",
-        [target, valid, a, b, c, d],
-        dtype=tl.uint32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -120,7 +78,9 @@ def _multimem_kernel(
         for block in range(program, cdiv(vectors, BLOCK), programs):
             vector = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
             source = everywhere + (rank * tl.cast(vectors, tl.int64) + vector) * 16
-            _reduce_vectors(source, source + result_at, vector < vectors, dtype)
+            inside = vector < vectors
+            a, b, c, d = switch.load_words(source, inside, dtype)
+            switch.store_words(source + result_at, inside, a, b, c, d)
         arrived = signals.barrier(
             link.signal_ptrs, rank, WORLD_SIZE, 1, program, generation, link.timeout_ns
         )

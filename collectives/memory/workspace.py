@@ -9,14 +9,14 @@ and the scatter of one backward, use two channels.
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from weft import settings
+from weft.collectives.device.launches import under_way
 from weft.collectives.memory.symmetric import (
     SymmetricBuffer,
     close_buffers,
@@ -57,6 +57,9 @@ class Workspace:
         addresses: of each rank's data if the host can use them, else empty.
         hosted: whether CPU ranks have met here by signals of the host.
         captured: whether a CUDA graph refers to this memory.
+        on_host: whether it is memory of the CPU.
+        failed: the op of a call that this rank began and did not make; else empty.
+        retired: whether another workspace has taken its place.
     """
 
     def __init__(self, group: Group, device: torch.device, half_bytes: int, name: str) -> None:
@@ -67,10 +70,10 @@ class Workspace:
         self.buffer_ptrs, self.signal_ptrs = self.buffer.buffer_ptrs, self.buffer.signal_ptrs
         self._views = KeptDict[tuple[object, ...], torch.Tensor](512)
         # The host may copy to and from these; accesses of virtual ranks must be visible as ops.
-        self._on_host = device.type == "cpu"
-        plain = self._on_host and group.virtual is None
+        self.on_host = device.type == "cpu"
+        plain = self.on_host and group.virtual is None
         self.addresses: list[int] = self.buffer_ptrs.tolist() if plain else []
-        if self._on_host:
+        if self.on_host:
             self.waiter = self.buffer.waiter()
             self.own = self.waiter.own
         if plain and group.world_size > 1:
@@ -80,7 +83,7 @@ class Workspace:
         self.captured = False
         self._repeated: _Repeat | None = None
         self._launches: dict[float, dict[Hashable, Callable[[], object]]] = {}
-        self._failed = ""  # the op of a call that this rank began and did not make
+        self.failed, self.retired = "", False
 
     @property
     def stream(self) -> int:
@@ -109,10 +112,7 @@ class Workspace:
                 )
         return view
 
-    @contextmanager
-    def call(
-        self, op: str, told: tuple[Hashable, ...] = (), call: Call | None = None
-    ) -> Iterator[None]:
+    def call(self, op: str, told: tuple[Hashable, ...] = (), call: Call | None = None) -> OneCall:
         """For the launches of a call: `check` before them, `launched` after.
 
         Kernels of CPU ranks take milliseconds in the interpreter: these compare their calls first.
@@ -125,43 +125,15 @@ class Workspace:
         failed likewise: otherwise they are in this call still, or past it, and would take the next
         one's data for this one's.
         """
+        if call is None:
+            return OneCall(self, op, call_of(op, told, self.name), notes=True)
+        return OneCall(self, op, call, notes=False)
+
+    def agree(self, op: str, call: Call) -> None:
+        """Wait for all ranks, which compare their calls."""
         from weft.collectives.memory.exchange import agree
 
-        calls, noted = self.group.calls, -1
-        if call is None:
-            call = call_of(op, told, self.name)
-            noted = calls.begin(call)
-        try:
-            self.check(op)
-        except WeftError:
-            calls.end(noted, failed=True)
-            raise
-        if self._failed:
-            # Not noted: ranks come here one by one, as they have failed.
-            agree(self.group, op, 0, call=call_of(op, (("after a failed", self._failed),)))
-            self.buffer.pad_of(self.rank)[pad.CLAIM].zero_()  # of kernels that were not launched
-            self._failed = ""
-        if self.addresses:
-            agree(self.group, op, 0, call=call)
-        calls.runs(TRITON, stream=self.stream)
-        try:
-            yield
-        except Exception:
-            if self._on_host or not torch.cuda.is_current_stream_capturing():
-                self._failed = op
-            calls.end(noted, failed=True)
-            raise
-        except (
-            BaseException
-        ):  # of a signal's handler: peers are told, no call of theirs waits for us
-            if self.addresses:
-                self.waiter.break_off()
-            elif not self._on_host and not torch.cuda.is_current_stream_capturing():
-                self.break_off()
-            calls.end(noted, failed=True)
-            raise
-        self.launched(op)
-        calls.end(noted)
+        agree(self.group, op, 0, call=call)
 
     def repeat(
         self,
@@ -229,20 +201,20 @@ class Workspace:
         """
         self.buffer.check_open()
         self.check_peers(op)
-        if not self._on_host:
+        if not self.on_host:
             self.group.calls.check()
             self.captured |= _after_calls_before(self.device)
 
     def check_peers(self, op: str) -> None:
         """Raise `PeerTimeout` if a wait here has timed out, on any rank."""
-        if self._on_host:
+        if self.on_host:
             self.waiter.check(op)
         else:
             self.buffer.check_report(op)
 
     def launched(self, op: str) -> None:
         """The end of a call on the host; call it after launching kernels."""
-        if self._on_host:
+        if self.on_host:
             self.waiter.check(op)
         else:
             _note_call(self.device)
@@ -253,6 +225,57 @@ class Workspace:
         told = pad.status_word(pad.FAILED, self.rank, self.rank, 0)
         for rank in range(self.world_size):
             self.buffer.status_of(rank).fill_(told)
+
+
+class OneCall:
+    """A call on a workspace, as `Workspace.call` tells. A class, as a generator takes 1 us longer.
+
+    Args:
+        notes: whether the call is noted here, and not by what it is a part of.
+    """
+
+    __slots__ = ("_call", "_noted", "_notes", "_op", "_ws")
+
+    def __init__(self, ws: Workspace, op: str, call: Call, notes: bool) -> None:
+        self._ws, self._op, self._call, self._notes, self._noted = ws, op, call, notes, -1
+
+    def __enter__(self) -> None:
+        ws, op = self._ws, self._op
+        calls = ws.group.calls
+        if under_way.watched is not None:
+            under_way.watched.begun.append((ws, op, self._call))
+        if self._notes:
+            self._noted = calls.begin(self._call)
+        try:
+            ws.check(op)
+        except WeftError:
+            calls.end(self._noted, failed=True)
+            raise
+        if ws.failed:
+            # Not noted: ranks come here one by one, as they have failed.
+            ws.agree(op, call_of(op, (("after a failed", ws.failed),)))
+            ws.buffer.pad_of(ws.rank)[pad.CLAIM].zero_()  # of kernels that were not launched
+            ws.failed = ""
+        if ws.addresses:
+            ws.agree(op, self._call)
+        calls.runs(TRITON, stream=ws.stream)
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        ws = self._ws
+        if error is None:
+            ws.launched(self._op)
+            ws.group.calls.end(self._noted)
+            return
+        captured = not ws.on_host and torch.cuda.is_current_stream_capturing()
+        if isinstance(error, Exception):
+            if not captured:
+                ws.failed = self._op
+        # Of a signal's handler: peers are told, no call of theirs waits for us.
+        elif ws.addresses:
+            ws.waiter.break_off()
+        elif not ws.on_host and not captured:
+            ws.break_off()
+        ws.group.calls.end(self._noted, failed=True)
 
 
 @dataclass
@@ -384,8 +407,10 @@ def workspace(
             half *= 2
         half = -(-half // _ALIGN) * _ALIGN
     # The old memory stays alive if a graph replays calls on it; nobody else writes to it any more.
-    if found is not None and found.captured:
-        _outgrown.append(found)
+    if found is not None:
+        found.retired = True
+        if found.captured:
+            _outgrown.append(found)
     with unwatched(group):
         _workspaces[key] = Workspace(group, on, half, channel)
     return _workspaces[key]
@@ -448,7 +473,9 @@ atexit.register(close)
 
 def give_back(group: Group, channel: str, device: torch.device) -> None:
     """Free the workspace of a channel that is not needed again soon, on every rank of `group`."""
-    _workspaces.pop((group, device_for(group, device), channel), None)
+    found = _workspaces.pop((group, device_for(group, device), channel), None)
+    if found is not None:
+        found.retired = True
 
 
 def forget(rank: int) -> None:

@@ -33,6 +33,7 @@ from weft import settings
 from weft.collectives import Group, all_gather, resolve, workspace
 from weft.collectives.device.launches import layouts_of
 from weft.collectives.memory.checks import check_call
+from weft.collectives.memory.repeatable import repeatable
 from weft.collectives.profiled import profiled
 from weft.collectives.ranks.flight import call_of
 from weft.collectives.ranks.group import GroupLike, alone, group_name
@@ -49,6 +50,7 @@ from weft.kernels.engine.plans import Plans
 WIDEST_BYTES = 2048
 
 
+@repeatable
 def flash_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -232,6 +234,7 @@ def _problem(
     )
 
 
+@repeatable
 def append_to_cache(
     k: torch.Tensor,
     v: torch.Tensor,

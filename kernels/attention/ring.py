@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from weft.collectives.memory.repeatable import repeatable
 from weft.collectives.profiled import profiler_enabled
 from weft.collectives.ranks.group import GroupLike, group_name
 from weft.collectives.ranks.traced import is_call_traced
@@ -51,6 +52,7 @@ Run = Callable[
 
 
 @autocast
+@repeatable
 def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -27,6 +27,7 @@ import torch
 
 from weft import settings
 from weft.collectives import resolve
+from weft.collectives.memory.repeatable import repeatable
 from weft.collectives.ranks.group import GroupLike, alone, group_name
 from weft.collectives.ranks.traced import is_call_traced
 from weft.collectives.sizes import known_sizes
@@ -43,6 +44,7 @@ from weft.kernels.flash.geometry import SequenceLayout
 
 
 @autocast
+@repeatable
 def ulysses_attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -357,6 +357,19 @@ def _norm_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, Launch
                 quantizes=case.endswith("fp8"),
             )
         yield case, caught[0]
+    chip = chips.chip_of(torch.device("meta"))
+    if chip.descriptors and dtype in multimem.DTYPES:
+        for tokens, fp8 in ((8, False), (64, True)):
+            x = torch.empty(tokens, _HIDDEN, dtype=dtype, device="meta")
+            share = tokens // _W
+            config = rms_norm_launch.rms_norm_config(tokens, share, _HIDDEN, dtype, _W, chip)
+            config = replace(config, one_shot=False, by_switch=True, teams=1)
+            with catching(rms_norm_launch) as caught:
+                rms_norm_launch.launch_sum_rms_norm(
+                    x, _workspace(), share, weight=x[0], residual=x, eps=1e-6, whole=True,
+                    quantizes=fp8, config=config,
+                )  # fmt: skip
+            yield f"norm by the switch, {tokens} tokens", caught[0]
 
 
 _HEADS = 8, 1  # of queries and of keys, on each rank

@@ -28,6 +28,7 @@ import torch
 from weft import settings
 from weft.collectives import Group, all_gather, resolve
 from weft.collectives.device.launches import layouts_of
+from weft.collectives.memory.repeatable import repeatable
 from weft.collectives.profiled import profiler_enabled
 from weft.collectives.ranks.group import GroupLike, group_name
 from weft.collectives.ranks.traced import is_call_traced
@@ -56,6 +57,7 @@ from weft.kernels.matmul.gather_engines import (
 
 
 @autocast
+@repeatable
 def all_gather_matmul(
     x: torch.Tensor,
     w: torch.Tensor | Sequence[torch.Tensor],

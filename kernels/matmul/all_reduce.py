@@ -25,6 +25,7 @@ from collections.abc import Sequence
 import torch
 
 from weft.collectives import all_gather, exchange, workspace
+from weft.collectives.memory.repeatable import repeatable
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
 from weft.collectives.ranks.group import GroupLike
 from weft.kernels.engine.autocast import autocast
@@ -46,6 +47,7 @@ _ONE_SHOT_BYTES = 64 << 10
 
 
 @autocast
+@repeatable
 def matmul_all_reduce(
     x: torch.Tensor,
     w: torch.Tensor,

@@ -33,6 +33,7 @@ from weft import settings
 from weft.collectives import Group, all_gather, exchange, reduce_scatter, workspace
 from weft.collectives.device.launches import layouts_of
 from weft.collectives.hosts import Crossing
+from weft.collectives.memory.repeatable import repeatable
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
 from weft.collectives.ranks.group import GroupLike
 from weft.kernels.engine import shards
@@ -64,6 +65,7 @@ from weft.kernels.matmul.gather_engines import gather_workspace
 
 
 @autocast
+@repeatable
 def matmul_reduce_scatter(
     x: torch.Tensor,
     w: torch.Tensor,

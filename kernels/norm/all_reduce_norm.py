@@ -21,6 +21,7 @@ import torch
 
 from weft.collectives import movement, resolve
 from weft.collectives.memory.checks import check_call
+from weft.collectives.memory.repeatable import repeatable
 from weft.collectives.profiled import profiled
 from weft.collectives.ranks.flight import call_of
 from weft.collectives.ranks.group import GroupLike, group_name
@@ -40,6 +41,7 @@ from weft.kernels.norm.rms_norm import (
 _OP = "all_reduce_residual_rms_norm"
 
 
+@repeatable
 def all_reduce_residual_rms_norm(
     x: torch.Tensor,
     residual: torch.Tensor | None,

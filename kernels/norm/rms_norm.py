@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -27,16 +27,22 @@ from weft import settings
 from weft.collectives import Group, all_gather, movement, reduce_scatter, resolve, workspace
 from weft.collectives.device.launches import layouts_of
 from weft.collectives.memory.checks import check_call
+from weft.collectives.memory.repeatable import repeatable
+from weft.collectives.prices.hardware import fabric_of
 from weft.collectives.profiled import profiled, profiler_enabled
 from weft.collectives.ranks.chunks import chunk_sizes
 from weft.collectives.ranks.flight import call_of
 from weft.collectives.ranks.group import GroupLike, group_name
 from weft.collectives.ranks.traced import is_call_traced
 from weft.kernels.engine.autocast import outside_autocast
+from weft.kernels.engine.chips import chip_of
 from weft.kernels.engine.engines import Problem, choose, is_supported
 from weft.kernels.engine.local_matmul import as_rows, check_residual, needs_gradient
 from weft.kernels.engine.plans import Plans
 from weft.kernels.engine.replicated import Spread, Summed
+
+if TYPE_CHECKING:
+    from weft.kernels.norm.rms_norm_launch import RMSNormConfig
 
 _OP = "reduce_scatter_rms_norm_all_gather"
 # Elements of a row, as many programs share each. Beyond so many bytes of x and y the collectives
@@ -45,6 +51,7 @@ WIDEST = 1 << 16
 MOST_BYTES = 4 << 20
 
 
+@repeatable
 def reduce_scatter_rms_norm_all_gather(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -184,6 +191,7 @@ class NormCall:
         quantizes: whether y is in fp8.
         fused: whether the kernel runs it.
         room: bytes of the workspace that it needs, once that is known.
+        switched: how the kernel is launched where the switch may add up, and can.
     """
 
     group: GroupLike
@@ -195,6 +203,7 @@ class NormCall:
     quantizes: bool = False
     fused: bool = False
     room: int = -1
+    switched: RMSNormConfig | None = None
 
     def gradients(
         self,
@@ -238,7 +247,8 @@ def norm_plan(
     of: tuple[Hashable, ...], operands: Sequence[torch.Tensor | None], make: Callable[[], NormCall]
 ) -> NormCall:
     """The call `of` tensors of these layouts: `make()`, or what that has made before."""
-    return _plans.of((*of, settings.current_engine(), *layouts_of(operands)), make)
+    asked = settings.current_engine(), settings.multimem()
+    return _plans.of((*of, *asked, *layouts_of(operands)), make)
 
 
 Run = Callable[
@@ -309,7 +319,15 @@ def run_kernel(
 
     group = resolve(call.group)
     if call.room < 0:
+        if call.whole and settings.multimem() and group.on_gpus(rows.device):
+            call.switched = kernel.by_switch(
+                len(rows), share, rows.shape[1], rows.dtype, group.world_size,
+                chip_of(rows.device), fabric_of(group, rows.device),
+            )  # fmt: skip
         call.room = kernel.room_for(rows, share, group.world_size)
+        if call.switched:
+            with_switch = kernel.room_for(rows, share, group.world_size, call.switched)
+            call.room = max(call.room, with_switch)
     ws = workspace(group, call.room, channel=kernel.CHANNEL, device=rows.device)
 
     def launched() -> tuple[torch.Tensor, ...]:
@@ -322,6 +340,7 @@ def run_kernel(
             eps=call.eps,
             whole=call.whole,
             quantizes=call.quantizes,
+            config=call.switched if ws.buffer.multicast_ptr else None,
         )
 
     with ws.call(op, call.told):

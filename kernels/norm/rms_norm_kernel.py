@@ -11,23 +11,29 @@ Legend: W ranks, each with its own terms x (T, H), and the residual of its own r
     one shot    x, residual --> slot r and residual rows of every rank: each makes all rows of y
          WHOLE  x --> slot r of every rank
 
-One shot sends (W - 1) times the bytes, two shots about twice, but they cross the links twice.
+    by the switch   x --> own half   p: h = switch's sum of [rows of p] .. + residual
+         WHOLE                       h[own rows] --> finished rows of every rank, by the switch
 
-A half of the workspace is W slots of R rows (R = C, in one shot T) and then T rows more: finished
-ones, in one shot residuals. In two shots of WHOLE, what the columns of each program and finished
-row come to, `Partial`, lies behind them. A row is added up in rank order in fp32, rounded once as
-h, and y is made of that, so that all ranks get the same bits either way. In fp8, y is divided by
-the scale of its row, the largest magnitude / 448, which its programs find as they find the squares.
+One shot sends (W - 1) times the bytes, two shots about twice, but they cross the links twice. By
+the switch (`weft.collectives.device.switch`) two shots send and receive the bytes once, whatever W.
+
+A half of the workspace is W slots of R rows (R = C, in one shot T; by the switch, the terms of all
+rows as they lie in x) and then T rows more: finished ones, in one shot residuals. In two shots of
+WHOLE, what the columns of each program and finished row come to, `Partial`, lies behind them. A row
+is added up in rank order in fp32, rounded once as h, and y is made of that, so that all ranks get
+the same bits either way. The switch has an order of its own, and rounds the sum before the residual
+is added: it must be asked for. In fp8, y is divided by the scale of its row, the largest magnitude
+/ 448, which its programs find as they find the squares.
 
 Protocol. There are Q teams of S programs that add up, and as many that normalize; in two shots of
 WHOLE V.spread times as many, among which the rows of all ranks are dealt. Team t has the i-th row
 of each rank, in one shot of all rows, for i % Q == t, and each of its programs a part of the
 columns.
-  1. Program p < Q S, which adds up: store the columns in slot `rank` of each peer; signal all their
-     words (0, rank, p): release at system scope. Wait for the words (0, r, p) of all peers
-     (acquire, system scope). Store h, and the sum of its squares; signal the rank's own word
-     (0, rank, p): release at device scope. Two shots of WHOLE: store both on every rank, signal
-     the words (1, rank, p) of all ranks, its own too: release at system scope.
+  1. Program p < Q S, which adds up: store the columns in slot `rank` of each peer, by the switch in
+     the own half; signal all their words (0, rank, p): release at system scope. Wait for the words
+     (0, r, p) of all peers (acquire, system scope). Store h, and the sum of its squares; signal the
+     rank's own word (0, rank, p): release at device scope. Two shots of WHOLE: store both on every
+     rank, signal the words (1, rank, p) of all ranks, its own too: release at system scope.
   2. Program Q S + p, which normalizes: wait for the own words (0, rank, q) of all programs q of
      the team; store y. Two shots: store it among the finished rows of all peers, signal their words
      (1, rank, Q S + p), wait for the words (1, r, Q S + p), and copy the finished rows. Two shots
@@ -49,7 +55,7 @@ import triton
 import triton.language as tl
 
 from weft.collectives.device import signals
-from weft.kernels.norm import team_rows
+from weft.kernels.norm import switched_rows, team_rows
 from weft.kernels.norm.team_rows import Partial, TeamCall
 
 
@@ -65,6 +71,7 @@ class NormVariant:
         one_shot: whether every rank makes all rows.
         whole: whether every rank has the residual of all rows, and keeps all of h.
         spread: programs that normalize for each one that adds up.
+        by_switch: whether the switch adds up; only where `shows_sums`.
     """
 
     world_size: int
@@ -74,6 +81,7 @@ class NormVariant:
     one_shot: bool
     whole: bool
     spread: int
+    by_switch: bool = False
 
     @property
     def shows_sums(self) -> bool:
@@ -91,6 +99,7 @@ def sum_rms_norm_kernel(
     weight_ptr,  # (H,), or None
     residual_ptr,  # (rows of this rank, or if V.whole all, H), or None
     partial_at,  # bytes into the half, where V.shows_sums
+    multicast_ptr,  # int64: address of the data of all ranks, if V.by_switch
     link,
     T,
     share,
@@ -121,12 +130,20 @@ def sum_rms_norm_kernel(
         team, teams, columns, columns < H,
     )  # fmt: skip
     if program < adding:
-        team_rows.send_terms(call, x_ptr, residual_ptr, V)
+        if V.by_switch:
+            switched_rows.show_terms(call, x_ptr, V)
+        else:
+            team_rows.send_terms(call, x_ptr, residual_ptr, V)
         signals.signal_peers(link.signal_ptrs, rank, W, 0, program, generation)
         arrived = signals.wait_for_peers(
             link.signal_ptrs, rank, W, 0, program, generation, link.timeout_ns
         )
-        if arrived:
+        if V.by_switch:
+            if arrived:
+                switched_rows.add_up_by_switch(
+                    call, partial, x_ptr, weight_ptr, residual_ptr, multicast_ptr, partial_at, V
+                )
+        elif arrived:
             team_rows.add_ranks(
                 call, sums_ptr, partial, x_ptr, weight_ptr, residual_ptr, partial_at, V
             )

@@ -9,8 +9,10 @@ import triton
 
 from weft.collectives import Workspace
 from weft.collectives.device.launches import launching, temporary
+from weft.collectives.kernels import multimem
 from weft.collectives.kernels.collective_launch import alignment, within_budget
 from weft.collectives.memory.workspace import check_room, link_of
+from weft.collectives.protocols import Fabric, one_shot_us, switch_us, two_shot_us
 from weft.kernels.engine.chips import INTERPRETER, Chip, LaunchOptions, chip_of
 from weft.kernels.engine.fp8 import FP8
 from weft.kernels.norm.rms_norm_kernel import NormVariant, sum_rms_norm_kernel
@@ -28,11 +30,14 @@ class RMSNormConfig(LaunchOptions):
             `NormVariant.spread` times as many.
         part: columns of a program, a power of 2.
         one_shot: whether every rank makes all rows.
+        by_switch: whether the NVLink switch adds up, in an order of its own: of two shots, where
+            every rank has the residual.
     """
 
     teams: int
     part: int
     one_shot: bool
+    by_switch: bool = False
 
     def team(self, H: int) -> int:
         """Programs of a team: a power of 2."""
@@ -62,6 +67,22 @@ def rms_norm_config(
     return replace(config, teams=teams, all_registers=not (chip.is_amd or chip is INTERPRETER))
 
 
+def by_switch(
+    rows: int, share: int, H: int, dtype: torch.dtype, world_size: int, chip: Chip, links: Fabric
+) -> RMSNormConfig | None:
+    """The launch where the switch adds up; None if it cannot, or others are predicted quicker."""
+    nbytes = rows * H * dtype.itemsize
+    if not links.multicast or dtype not in multimem.DTYPES or H * dtype.itemsize % 16 or not nbytes:
+        return None
+    others = one_shot_us, two_shot_us
+    least = min(way(nbytes, links, in_graph=True) for way in others)
+    if switch_us("all_reduce", nbytes, links, in_graph=True) >= least:
+        return None
+    config = rms_norm_config(rows, share, H, dtype, world_size, chip)
+    teams = max(1, min(share, config.teams))
+    return replace(config, teams=teams, one_shot=False, by_switch=True)
+
+
 def workspace_bytes(
     rows: int, share: int, H: int, dtype: torch.dtype, world_size: int, config: RMSNormConfig
 ) -> int:
@@ -76,10 +97,12 @@ def _partial_at(rows: int, made: int, H: int, dtype: torch.dtype, world_size: in
     return -(-(world_size * made + rows) * H * dtype.itemsize // 16) * 16
 
 
-def room_for(x: torch.Tensor, share: int, world_size: int) -> int:
+def room_for(
+    x: torch.Tensor, share: int, world_size: int, config: RMSNormConfig | None = None
+) -> int:
     """What `workspace_bytes` tells for x (T, H), as it is launched by default."""
     T, H = x.shape
-    config = rms_norm_config(T, share, H, x.dtype, world_size, chip_of(x.device))
+    config = config or rms_norm_config(T, share, H, x.dtype, world_size, chip_of(x.device))
     return workspace_bytes(T, share, H, x.dtype, world_size, config)
 
 
@@ -119,7 +142,8 @@ def launch_sum_rms_norm(
     scales = [x.new_empty(T, 1, dtype=torch.float32)] if quantizes else []
     if not x.numel():
         return y, x.new_empty(kept_rows, H), *scales
-    config = config or rms_norm_config(T, share, H, x.dtype, ws.world_size, chip_of(x.device))
+    chip = chip_of(x.device)
+    config = config or rms_norm_config(T, share, H, x.dtype, ws.world_size, chip)
     needed = workspace_bytes(T, share, H, x.dtype, ws.world_size, config)
     check_room(ws, needed, "workspace_bytes(rows, share, H, dtype, world_size, config)")
     residual = None if residual is None else residual.contiguous()
@@ -130,6 +154,11 @@ def launch_sum_rms_norm(
     def partial() -> torch.Tensor:
         return temporary(torch.empty(adds * team, dtype=torch.float32, device=x.device))
 
+    if config.by_switch and not (whole and (ws.buffer.multicast_ptr or chip is INTERPRETER)):
+        raise NotImplementedError(
+            "the switch adds up where every rank has all of the residual, in memory that has a "
+            "multicast address"
+        )
     operands = [t.data_ptr() for t in (x, residual) if t is not None]
     adding, spread = config.teams * team, 1
     if whole and not config.one_shot:
@@ -144,6 +173,7 @@ def launch_sum_rms_norm(
         None if weight is None else weight.contiguous(),
         residual,
         _partial_at(T, made, H, x.dtype, ws.world_size),
+        ws.buffer.multicast_ptr if config.by_switch else 0,
         link_of(ws),
         T,
         share,
@@ -158,6 +188,7 @@ def launch_sum_rms_norm(
             one_shot=config.one_shot,
             whole=whole,
             spread=spread,
+            by_switch=config.by_switch,
         ),
         **config.options,
     )

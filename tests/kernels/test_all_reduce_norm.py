@@ -167,21 +167,25 @@ def test_errors_are_the_same_on_every_rank() -> None:
 @pytest.mark.parametrize(
     ("part", "one_shot", "quantizes"),
     [
-        (16, False, True), (128, False, False), (128, True, True),
+        (16, False, True), (128, False, False), (128, True, True), (16, None, True),
         *(pytest.param(*rest, marks=pytest.mark.sweep) for rest in (
             (16, True, False), (16, False, False), (16, True, True), (128, True, False),
-            (128, False, True),
+            (128, False, True), (128, None, False),
         )),
     ],
 )  # fmt: skip
 def test_launches_that_the_heuristic_does_not_choose_here(
-    part: int, one_shot: bool, quantizes: bool
+    part: int, one_shot: bool | None, quantizes: bool
 ) -> None:
-    """Either way, rows in one part and in eight, in memory full of NaN; a row of zeros."""
-    rank, W, (T, H) = dist.get_rank(), dist.get_world_size(), (7, 71)
+    """Either way, and by the switch (None), for which every rank's memory stands here; rows in one
+    part and in eight, in memory full of NaN; a row of zeros.
+    """
+    rank, W, T, H = dist.get_rank(), dist.get_world_size(), 7, 72 if one_shot is None else 71
     share = chunk_sizes(T, W)[0]
     config = rms_norm_config(T, share, H, torch.bfloat16, W, INTERPRETER)
-    config = replace(config, teams=2, part=part, one_shot=one_shot)
+    config = replace(
+        config, teams=2, part=part, one_shot=bool(one_shot), by_switch=one_shot is None
+    )
     nbytes = rms_norm_launch.workspace_bytes(T, share, H, torch.bfloat16, W, config)
     ws = weft.collectives.workspace(resolve(None), nbytes, channel="norm test")
     dist.barrier()
