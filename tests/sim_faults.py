@@ -36,7 +36,7 @@ WHOLE_NORMS = ("norm of whole sums, one shot", "norm of whole sums, two shots")
 HEADS = ("attention by heads", "attention by heads, backward")
 BACKWARD = RINGS[1:]
 EXPERTS = ("dispatch to experts", "dispatch to experts in fp8", "combine of experts")
-FEW = ("dispatch of few tokens", "combine of few tokens")
+FEW = ("dispatch of few tokens", "dispatch of few tokens in fp8", "combine of few tokens")
 
 
 def but(*cases: str) -> tuple[str, ...]:
