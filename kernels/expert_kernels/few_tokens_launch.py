@@ -60,6 +60,7 @@ def few_config(
     aligned: bool = True,
     pair: bool = False,
     keep_sums: bool = False,
+    quantize: bool = False,
 ) -> FewConfig:
     """The launch for at most `tokens` tokens a rank of `top_k` experts; else as `dispatch_config`.
 
@@ -79,6 +80,8 @@ def few_config(
     tiling = like.tiling
     if chip is not INTERPRETER and dtype == torch.float32 and not aligned:  # else they spill
         tiling = replace(tiling, block_n=min(tiling.block_n, 16))
+    if chip is not INTERPRETER and dtype == torch.float32 and quantize:  # likewise
+        tiling = replace(tiling, block_m=min(tiling.block_m, 64), num_warps=8)
     programs = max(3, chip.programs)
     senders = max(1, min(tokens, programs // 8, 256 // world_size))
     ids = triton.next_power_of_2(max(1, world_size * tokens * top_k))
@@ -163,6 +166,7 @@ def launch_few_tokens(
             aligned=aligned_sizes(K, *Ns),
             pair=pair,
             keep_sums=keep_sums,
+            quantize=quantize,
         )
     needed, ids_at = few_bytes(most, k, K, FP8 if quantize else x.dtype, W)
     check_room(ws, needed, "few_bytes(max(tokens), k, K, dtype in which rows travel, W)")
