@@ -18,6 +18,7 @@ from torch.nn import functional
 import weft
 from weft.dtensor import DTensor, Shard, checkpoint, init_device_mesh
 from weft.kernels.engine.fp8 import magnitudes, quantized
+from weft.kernels.experts import routing
 
 H, F = 10, 14
 
@@ -224,29 +225,29 @@ def test_misuse_is_an_error_on_every_rank(engine: weft.settings.Engine) -> None:
             layer(*args)
     with pytest.raises(ValueError, match=r"quantize must be None .* 'int8'"):
         weft.ExpertParallelMLP(5, H, F, quantize="int8")  # type: ignore[arg-type]
-    routing = weft.kernels.route(ids, 5)
+    found = weft.kernels.route(ids, 5)
     own, down = len(layer.up_proj), layer.down_proj.mT
     with weft.engine(engine):
         for w in (layer.up_proj.mT[:1], torch.ones(own + 1, H, F)):
             with pytest.raises(ValueError, match=rf"of {own} experts.*but w has {len(w)}$"):
-                weft.dispatch_grouped_matmul(x, routing, w)
+                weft.dispatch_grouped_matmul(x, found, w)
         with pytest.raises(ValueError, match=r"w must be \(experts, K, N\) with K = 10"):
             weft.dispatch_grouped_matmul(x, ids, layer.up_proj)
-        h, _ = weft.dispatch_grouped_matmul(x, routing, layer.up_proj.mT)
+        h, _ = weft.dispatch_grouped_matmul(x, found, layer.up_proj.mT)
         with pytest.raises(ValueError, match=rf"of {own} experts.*but w has 1$"):
-            weft.grouped_matmul_combine(h, down[:1], weights, routing)
+            weft.grouped_matmul_combine(h, down[:1], weights, found)
         with pytest.raises(ValueError, match=r"the routing is of .* rows, but there are"):
-            weft.grouped_matmul_combine(h[1:], down, weights, routing)
+            weft.grouped_matmul_combine(h[1:], down, weights, found)
         with pytest.raises(ValueError, match=r"h must be .* and w .*of one dtype"):
-            weft.grouped_matmul_combine(h.bfloat16(), down, weights, routing)
+            weft.grouped_matmul_combine(h.bfloat16(), down, weights, found)
         with pytest.raises(weft.MismatchError, match=r"(?s)bfloat16.*float32|float32.*bfloat16"):
             wire = torch.float32 if rank else torch.bfloat16
             given = [t.bfloat16() for t in (h, down)]
-            weft.grouped_matmul_combine(*given, weights, routing, wire_dtype=wire)
+            weft.grouped_matmul_combine(*given, weights, found, wire_dtype=wire)
     for asked in ({"capacity": 99}, {"sizes": [4, 4]}, {"tensor_parallel_size": 2}):
         with pytest.raises(ValueError, match=f"a routing has its own {next(iter(asked))}"):
-            weft.dispatch_grouped_matmul(x, routing, layer.up_proj.mT, **asked)
-    weft.dispatch_grouped_matmul(x, routing, layer.up_proj.mT, dist.group.WORLD)
+            weft.dispatch_grouped_matmul(x, found, layer.up_proj.mT, **asked)
+    weft.dispatch_grouped_matmul(x, found, layer.up_proj.mT, dist.group.WORLD)
     with weft.engine(engine), pytest.raises(weft.MismatchError, match=r"quantize.*fp8"):
         weft.dispatch_grouped_matmul(x, ids, layer.up_proj.mT, quantize="fp8" if rank else None)
     layer.capacity = 7
@@ -268,6 +269,19 @@ def test_misuse_is_an_error_on_every_rank(engine: weft.settings.Engine) -> None:
         with pytest.raises(weft.MismatchError, match=r"k 1, .*test_expert_.*k 2, .*test_ex"):
             layer(x + rank, ids[:, :k], weights[:, :k])
     torch.testing.assert_close(layer(x, ids, weights), y)
+
+
+@pytest.mark.ranks(2)
+def test_ids_on_a_gpu_are_read_if_calls_are_checked() -> None:
+    """Its tensors are played by those of a CPU. Else ids of no expert are as those of nobody."""
+    ids = torch.tensor([[0, 4], [1, 4 + dist.get_rank()]])
+    gpu = {"on_cpu": lambda x: False, "is_eager": lambda device: True}
+    with patch.multiple(routing, **gpu), patch.dict(os.environ, WEFT_CHECK="1"):
+        with pytest.raises(ValueError, match=r"between 0 and 4.*got 5 on rank 1$"):
+            weft.kernels.route(ids, 5)
+        gpu["is_eager"] = lambda device: False  # in the capture of a graph
+        with patch.multiple(routing, **gpu):
+            assert weft.kernels.route(ids, 5).load.tolist() == [2, 2, 0, 0, 3]
 
 
 @pytest.mark.ranks(2)
