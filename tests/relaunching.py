@@ -1,10 +1,11 @@
 """Launches that are made again (`weft.collectives.device.launches`), on a driver that runs nothing.
 
-    python tests/relaunching.py [all]
+    python tests/relaunching.py [all | CALL ..]
 
-Calls of `weft bench host`, some or all, are made with another rank's tensors, by kept launches and
-anew: kernels must be given the same, but for the addresses of memory that is new in both. Then
-follows what must not be kept. Prints a JSON object: by name, what is wrong, or "".
+Calls of `weft bench host`, some, all or those named, are made with another rank's tensors, by kept
+launches and anew: kernels must be given the same, but for the addresses of memory that is new in
+both. Then follows what must not be kept; or, of calls named, how a CUDA graph could hold them.
+Prints a JSON object: by name, what is wrong, or "".
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ import torch
 import triton
 import triton.language as tl
 from launching import HOOK, parameter_sizes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import weft
 from weft.bench.host import driver, measure
 from weft.bench.host.calls import CALLS
-from weft.collectives.device.launches import Repeated, launching, layouts_of, temporary
+from weft.collectives.device.launches import _LOOKS, Repeated, launching, layouts_of, temporary
 from weft.collectives.memory import exchange, repeatable
 from weft.collectives.memory.repeatable import Straight
 from weft.collectives.memory.workspace import Workspace, workspaces
@@ -150,6 +152,31 @@ def layout(results: Any) -> Any:
     if isinstance(results, torch.Tensor):
         return results.shape, results.stride(), results.storage_offset(), results.dtype
     return type(results), [*map(layout, results)]
+
+
+class _Enqueued(TorchDispatchMode):
+    """Notes the ops of torch inside that are more than looks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found.add(func.overloadpacket.__name__)
+        return func(*args, **kwargs or {})
+
+
+# What a GPU does in its stream, without the host.
+QUEUED = {"lt", "masked_fill"}
+
+
+def uncapturable(name: str, launches: int) -> str:
+    """Why a CUDA graph could not hold the call, or that it makes not so many launches."""
+    with measure.prepared(CALLS[name]) as run, _Enqueued() as ops:
+        made = launched(lambda: run(measure.RANK))
+    if len(made) != launches:
+        return f"{len(made)} launches"
+    return ", ".join(sorted(ops.found - _LOOKS - QUEUED))
 
 
 @triton.jit
@@ -300,13 +327,16 @@ FIRST = (
 )  # fmt: skip
 
 
-def main(all_of_them: bool) -> None:
+def main(*names: str) -> None:
     _hook = watch()
-    told = {name: wrong_call(name) for name in (CALLS if all_of_them else FIRST)}
-    told |= {name: wrong_case(*case) for name, case in MADE_AGAIN.items()}
-    told |= dict(straight_cases())
+    told = {name: wrong_call(name) for name in (CALLS if "all" in names else names or FIRST)}
+    if names in ((), ("all",)):
+        told |= {name: wrong_case(*case) for name, case in MADE_AGAIN.items()}
+        told |= dict(straight_cases())
+    else:
+        told |= {f"{name}, in a graph": uncapturable(name, 2) for name in names}
     print(json.dumps(told))
 
 
 if __name__ == "__main__":
-    main("all" in sys.argv)
+    main(*sys.argv[1:])

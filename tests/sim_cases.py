@@ -475,11 +475,12 @@ def normed_in_two_shots(rank: int, ours: Modules = OURS) -> None:
     normed(rank, ours, False)
 
 
-def routed(W: int) -> Routed:
+def routed(W: int, tp: int) -> Routed:
     """Two experts a rank, three tokens or more for two of them each, one assignment of padding."""
-    ids = [torch.arange(6 + 2 * r).add(r).mul(5).remainder(2 * W).view(-1, 2) for r in range(W)]
+    E = 2 * (W // tp)
+    ids = [torch.arange(6 + 2 * r).add(r).mul(5).remainder(E).view(-1, 2) for r in range(W)]
     ids[0][0, 1] = -1
-    return Routed([each.int() for each in ids], 2 * W)
+    return Routed([each.int() for each in ids], E, tp)
 
 
 def narrowed(x: torch.Tensor) -> torch.Tensor:
@@ -489,11 +490,11 @@ def narrowed(x: torch.Tensor) -> torch.Tensor:
 
 
 def dispatched(
-    rank: int, ours: Modules = OURS, direct: bool = False, quantize: bool = False
+    rank: int, ours: Modules = OURS, direct: bool = False, quantize: bool = False, tp: int = 1
 ) -> None:
     """Rows and numbers of all ranks, in chunks of two by two copy programs."""
     W, K, N = resolve(None).world_size, 20, 5
-    told = routed(W)
+    told = routed(W, tp)
     ws = workspace(None, 1 << 12, channel="dispatched")
     table, own = told.table(rank), told.own(rank)
     xs = [matrix(t, K, r) for r, t in enumerate(told.tokens)]
@@ -518,6 +519,7 @@ def dispatched(
             table,
             told.tokens,
             numbers=None if quantize else numbers[rank],
+            tensor_parallel_size=tp,
             quantize=quantize,
             config=config,
         )
@@ -535,11 +537,11 @@ def dispatched_in_fp8(rank: int, ours: Modules = OURS) -> None:
     dispatched(rank, ours, quantize=True)
 
 
-def few_dispatched(rank: int, ours: Modules = OURS) -> None:
+def few_dispatched(rank: int, ours: Modules = OURS, quantize: bool = False, tp: int = 1) -> None:
     """Two senders, two clerks, two programs that multiply; the tables that are made, too."""
     W, K, N = resolve(None).world_size, 20, 5
-    told = routed(W)
-    ws = workspace(None, 1 << 12, channel="few")
+    told = routed(W, tp)
+    ws = workspace(None, 1 << 14, channel="few")
     table, own = told.table(rank), told.own(rank)
     xs = [matrix(t, K, r) for r, t in enumerate(told.tokens)]
     w = torch.stack([matrix(K, N, 50 + e) for e in own])
@@ -548,25 +550,38 @@ def few_dispatched(rank: int, ours: Modules = OURS) -> None:
     pairs = [*zip(table.ranks.tolist(), table.slots.tolist(), strict=True)]
     counts = table.ends.diff(prepend=table.ends.new_zeros(1))
     of = torch.arange(2).repeat_interleave(counts)
-    want = torch.stack([xs[r][s // 2] @ w[e] for (r, s), e in zip(pairs, of, strict=True)])
+    whole = [narrowed(x) for x in xs] if quantize else xs
+    want = torch.stack([whole[r][s // 2] @ w[e] for (r, s), e in zip(pairs, of, strict=True)])
     ids = torch.cat(told.ids).flatten()
     for call in range(CALLS):
         made = ours.few.launch_few_tokens(
-            xs[rank] * 2**call, told.ids[rank], [w], ws, told.tokens, [2] * W, config=config
+            xs[rank] * 2**call,
+            told.ids[rank],
+            [w],
+            ws,
+            told.tokens,
+            [2] * W,
+            tensor_parallel_size=tp,
+            quantize=quantize,
+            config=config,
         )
         torch.testing.assert_close(made.ys[0][: len(want)], want * 2**call)
         if made.ys[0].isnan().any():  # a wait has failed, and an error tells of the integers
             continue
         for got, column in zip(made.table, table, strict=True):
             assert torch.equal(got[: len(column)], column)
-        assert torch.equal(made.load, ids[ids >= 0].bincount(minlength=2 * W))
+        assert torch.equal(made.load, ids[ids >= 0].bincount(minlength=told.E))
         assert torch.equal(made.counts.sum(0), counts)
 
 
-def combined(rank: int, ours: Modules = OURS, few: bool = False) -> None:
+def few_dispatched_in_fp8(rank: int, ours: Modules = OURS) -> None:
+    few_dispatched(rank, ours, quantize=True)
+
+
+def combined(rank: int, ours: Modules = OURS, few: bool = False, tp: int = 1) -> None:
     """By the two launches of many tokens, or of few by one, in which two programs add up."""
     W, N, H = resolve(None).world_size, 4, 40
-    told = routed(W)
+    told = routed(W, tp)
     ws = workspace(None, 1 << 13, channel="combined")
     tables = [told.table(r) for r in range(W)]
     hs = [matrix(len(table.ranks), N, r) for r, table in enumerate(tables)]
@@ -580,7 +595,7 @@ def combined(rank: int, ours: Modules = OURS, few: bool = False) -> None:
         of = torch.bucketize(torch.arange(len(hs[r])), table.ends, right=True)
         for p in (table.ranks == rank).nonzero().flatten().tolist():
             slot = int(table.slots[p])
-            want[slot // 2] += gates.flatten()[slot] * (hs[r][p] @ w[told.own(r)[of[p]]])
+            want[slot // 2] += gates.flatten()[slot] * (hs[r][p] @ w[2 * r + of[p]])
     for call in range(CALLS):
         y = ours.combining.launch_combine(
             [hs[rank] * (call + 1)],
@@ -589,8 +604,9 @@ def combined(rank: int, ours: Modules = OURS, few: bool = False) -> None:
             tables[rank],
             told.tokens,
             told.ids[rank],
-            2 * W,
+            told.E,
             topk_weights=gates,
+            tensor_parallel_size=tp,
             config=config,
         )
         torch.testing.assert_close(y, want * (call + 1), rtol=1e-4, atol=1e-4)
@@ -598,6 +614,22 @@ def combined(rank: int, ours: Modules = OURS, few: bool = False) -> None:
 
 def few_combined(rank: int, ours: Modules = OURS) -> None:
     combined(rank, ours, few=True)
+
+
+def _parts() -> int:
+    """On how many ranks an expert is, of sets of two if there are."""
+    W = resolve(None).world_size
+    return 2 if W % 2 == 0 else W
+
+
+def cut_experts(rank: int, ours: Modules = OURS) -> None:
+    dispatched(rank, ours, tp=_parts())
+    combined(rank, ours, tp=_parts())
+
+
+def few_of_cut_experts(rank: int, ours: Modules = OURS) -> None:
+    few_dispatched(rank, ours, tp=_parts())
+    combined(rank, ours, few=True, tp=_parts())
 
 
 KERNELS: dict[str, Callable[..., None]] = {
@@ -625,6 +657,13 @@ KERNELS: dict[str, Callable[..., None]] = {
     "combine of experts": combined,
     "dispatch of few tokens": few_dispatched,
     "combine of few tokens": few_combined,
+    "dispatch of few tokens in fp8": few_dispatched_in_fp8,
+}
+
+# Of experts that several ranks share.
+CUT: dict[str, Callable[..., None]] = {
+    "dispatch and combine of cut experts": cut_experts,
+    "few tokens of cut experts": few_of_cut_experts,
 }
 
 COLLECTIVES: dict[str, Callable[..., None]] = {

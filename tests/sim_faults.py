@@ -37,7 +37,7 @@ SWITCHED_NORMS = ("norm of whole sums, by the switch",)
 HEADS = ("attention by heads", "attention by heads, backward")
 BACKWARD = RINGS[1:]
 EXPERTS = ("dispatch to experts", "dispatch to experts in fp8", "combine of experts")
-FEW = ("dispatch of few tokens", "combine of few tokens")
+FEW = ("dispatch of few tokens", "dispatch of few tokens in fp8", "combine of few tokens")
 
 
 def but(*cases: str) -> tuple[str, ...]:

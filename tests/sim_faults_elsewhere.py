@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 
+from sim_cases import CUT
 from sim_faults import (
     BACKWARD,
     BOUNDS,
@@ -494,8 +495,8 @@ IN_EXPERTS = [
     fault(
         "few tokens are read in the other half",
         pulled_rows,
-        "link.buffer_ptrs, pull.rank, pull.generation, link",
-        "link.buffer_ptrs, pull.rank, pull.generation + 1, link",
+        "link.buffer_ptrs, pull.rank, generation, link",
+        "link.buffer_ptrs, pull.rank, generation + 1, link",
         FEW[:1],
         (RACE, AssertionError),
     ),
@@ -508,11 +509,35 @@ IN_EXPERTS = [
         AssertionError,
     ),
     fault(
+        "scales of few tokens are read in the other half",
+        pulled_rows,
+        "scales_ptr(link, pull.rank, generation, pull",
+        "scales_ptr(link, pull.rank, generation + 1, pull",
+        FEW[1:2],
+        (RACE, AssertionError),
+    ),
+    fault(
+        "scales of few tokens lie where the ids of the last token do",
+        few_tokens,
+        "scales_at = ids_at + 4 * W * most * ROLES.top_k",
+        "scales_at = ids_at + 4 * (W * most - 1) * ROLES.top_k",
+        FEW[1:2],
+        (RACE, AssertionError),
+    ),
+    fault(
+        "all parts of an expert's results go to the first one's slots",
+        combine_kernel,
+        "(slots * parts + part) * pitch",
+        "(slots * parts + part * 0) * pitch",
+        tuple(CUT),
+        (RACE, AssertionError),
+    ),
+    fault(
         "results of few tokens are weighed before all have come",
         few_tokens,
         "came = wait_for_all_ranks(link, rank, generation, V.world_size, PUSHERS)",
         "came = True",
-        FEW[1:],
+        FEW[2:],
     ),
     fault(
         "readers wait for the first writer of each rank",

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 from mutants import mutant
-from sim_cases import COLLECTIVES, DIRECT, HOST, KERNELS, OURS, Modules
+from sim_cases import COLLECTIVES, CUT, DIRECT, HOST, KERNELS, OURS, Modules
 from sim_faults import BOUNDS, DEADLOCK, EVERY, IN_KERNELS, IN_SIGNALS, RACE, Fault
 from sim_faults_elsewhere import (
     IN_ATTENTION,
@@ -67,7 +67,7 @@ from weft.kernels.matmul import all_gather_kernel, one_shot_kernel
 from weft.kernels.norm import rms_norm_kernel, switched_rows, team_rows
 from weft.markdown import between_marks
 
-CASES = KERNELS | COLLECTIVES | HOST
+CASES = KERNELS | COLLECTIVES | HOST | CUT
 RANKS, SCHEDULES = 3, 200
 PAGE = "docs/sim_faults.md"
 # What the kernels are made of: each imports those before it only.

@@ -42,5 +42,9 @@ CALLS: dict[str, dict[str, Any]] = {
         "op": "flash_decode", "batch": 16, "tokens": 8192, "H": 32, "H_kv": 8, "D": 128,
         "dtype": "bfloat16",
     },
+    "experts, 64 tokens": {
+        "op": "experts", "tokens": 64, "H": 4096, "F": 1792, "experts": 64, "top_k": 8,
+        "dtype": "bfloat16",
+    },
     **{op: _collective(op) for op in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")},
 }  # fmt: skip

@@ -119,6 +119,7 @@ def _quick_sizes(W: int) -> _Sized:
         for step in ("forward", "backward"):
             yield op, _heads(8 * W, W, W, 16, step)
     yield "flash_decode", _cache(2, 8 * W, 2, 2, 16)
+    yield "experts", _mixture(6, 32, 16, 2 * W, 2)
 
 
 def _heads(tokens: int, H: int, H_kv: int, D: int, step: str) -> dict[str, Any]:
@@ -128,6 +129,12 @@ def _heads(tokens: int, H: int, H_kv: int, D: int, step: str) -> dict[str, Any]:
 
 def _cache(batch: int, tokens: int, H: int, H_kv: int, D: int) -> dict[str, Any]:
     sizes = {"batch": batch, "tokens": tokens, "H": H, "H_kv": H_kv, "D": D}
+    return {**sizes, "dtype": "bfloat16"}
+
+
+def _mixture(tokens: int, H: int, F: int, experts: int, top_k: int) -> dict[str, Any]:
+    """Tokens are those of a rank, experts those of all."""
+    sizes = {"tokens": tokens, "H": H, "F": F, "experts": experts, "top_k": top_k}
     return {**sizes, "dtype": "bfloat16"}
 
 
@@ -150,6 +157,8 @@ def _sizes(number: int) -> _Sized:
         yield "norm", {"tokens": tokens, "H": 8192, "dtype": "bfloat16"}
         yield _linear("matmul_all_reduce", tokens, *_DOWN, "bfloat16")
     yield "flash_decode", _cache(16, 32768, 64, 8, 128)
+    for tokens in (64, 1024) if number == 0 else (64,):  # DeepSeek V3's
+        yield "experts", _mixture(tokens, 7168, 2048, 256, 8)
     for op in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
         for nbytes in (16 << 10, 1 << 20, 16 << 20) if number == 0 else (1 << 20,):
             yield op, {"nbytes": nbytes, "dtype": "bfloat16"}
@@ -201,6 +210,8 @@ def build(spec: Spec, rank: int, device: torch.device) -> Workload:
         return _attention(params, W, rank, randoms)
     if op == "flash_decode":
         return _decode(params, W, rank, randoms)
+    if op == "experts":
+        return _experts(params, W, randoms)
     return _collective(params, W, rank, randoms)
 
 
@@ -373,6 +384,48 @@ def _collective(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) ->
         nbytes=(W - 1) * share * dtype.itemsize * (2 if op == "all_reduce" else 1),
         libraries={"copy": lambda: target.copy_(source)},
     )
+
+
+def _experts(params: dict[str, Any], W: int, randoms: _Randoms) -> Workload:
+    """Tokens to experts with SwiGLU, and results back."""
+    T, H, F, E, k = (params[name] for name in ("tokens", "H", "F", "experts", "top_k"))
+    dtype, own = _dtype(params), E // W
+
+    def x(r: int) -> torch.Tensor:
+        return randoms("x", r, (T, H), dtype)
+
+    def ids(r: int) -> torch.Tensor:
+        """Any k of all, each token's its own."""
+        return randoms("scores", r, (T, E), torch.float32).topk(k)[1].int()
+
+    def weights(r: int) -> Tensors:
+        """Gate, up (E / W, H, F) and down (E / W, F, H), as nn.Linear lays them out."""
+        return [
+            randoms("w", 3 * r + i, (own, *shape), dtype).transpose(1, 2)
+            for i, shape in enumerate([(F, H), (F, H), (H, F)])
+        ]
+
+    shares = torch.full((T, k), 1 / k, device=randoms.device)
+    chosen = [ids(r) for r in range(W)]
+
+    def run(r: int) -> torch.Tensor:
+        gate, up, down = weights(r)
+        h, routing = weft.dispatch_grouped_matmul(
+            x(r), chosen[r], (gate, up), activation="swiglu", sizes=[T] * W
+        )
+        return weft.grouped_matmul_combine(h, down, shares, routing)
+
+    def expected(r: int) -> Tensors:
+        y = x(r).new_zeros(T, H, dtype=torch.float64)
+        for expert in range(E):
+            gate, up, down = (w[expert % own].double() for w in weights(expert // own))
+            tokens = (chosen[r] == expert).any(1).nonzero().flatten()
+            rows = x(r)[tokens].double()
+            y[tokens] += (functional.silu(rows @ gate) * (rows @ up)) @ down / k
+        return [y]
+
+    nbytes = T * k * (W - 1) // W * H * dtype.itemsize
+    return Workload(run, expected, depth=2, flop=6 * T * k * H * F, nbytes=2 * nbytes)
 
 
 def _norm(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Workload:

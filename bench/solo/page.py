@@ -19,6 +19,7 @@ KINDS = {
     ),
     "attention": ("ring_attention", "ulysses_attention"),
     "decoding": ("flash_decode",),
+    "experts": ("experts",),
     "norm of sums": ("norm",),
     "collectives": ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"),
 }

@@ -517,7 +517,8 @@ def _expert_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, Laun
             )
         yield case, caught[-1]
         ids = empty(tokens, _TOP_K, dtype=torch.int32)
-        if tokens <= combine_launch.FEW:
+        fp8 = chips.chip_of(w.device).fp8 and activation == "swiglu"
+        for quantize in (False, True)[: (tokens <= combine_launch.FEW) * (1 + fp8)]:
             with catching(few_tokens_launch) as caught:
                 few_tokens_launch.launch_few_tokens(
                     empty(tokens, K),
@@ -527,8 +528,9 @@ def _expert_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, Laun
                     [tokens] * _W,
                     [_EXPERTS] * _W,
                     activation=activation,
+                    quantize=quantize,
                 )
-            yield case, caught[0]
+            yield f"{case}, fp8 rows" if quantize else case, caught[0]
         if activation == "gelu":
             continue
         h, down = empty(R, N), empty(_EXPERTS, K, N).transpose(1, 2)

@@ -132,11 +132,13 @@ def accumulate(
     EVEN_K: tl.constexpr,
     A_TRANSPOSED: tl.constexpr,
     W_TRANSPOSED: tl.constexpr,
+    a_scales=None,  # (BLOCK_M,) fp32, of fp8 rows beside a wider w
 ):
     """acc + a[:, first_k:K] @ w[first_k + shift_k:, start_n:start_n + BLOCK_N], `second` likewise.
 
     Operands are read by descriptor where there is one, else by pointers of any stride. Descriptors
     read zeros outside of a matrix: unless EVEN_K, a described w must end where a does. K may be 0.
+    Scaled rows of a are rounded to the dtype of w before they are multiplied.
     Without a second w, the first sum is returned twice: Triton 3.6 cannot return None.
     """
     BLOCK_K: tl.constexpr = TILES.block_k
@@ -160,6 +162,8 @@ def accumulate(
             a = tl.load(a_ptrs)
         else:
             a = tl.load(a_ptrs, mask=offs_k[None, :] < left, other=0.0)
+        if a_scales is not None:
+            a = rounded(widened(a) * a_scales[:, None], w.ptr.dtype.element_ty)
         if w_desc is not None:
             row = tl.cast(k + shift_k, tl.int32)
             acc = dot(a, read_described(w_desc, row, start_n, W_TRANSPOSED), acc)

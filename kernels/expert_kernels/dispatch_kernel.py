@@ -84,7 +84,7 @@ class DispatchVariant:
         even_k: whether K is whole steps of the tiles.
         w_transposed: whether descriptors are of the transposes.
         quantized: whether rows travel in fp8.
-        delivered: whether rows lie in the own half, where `few_tokens` has them.
+        delivered: whether rows lie in the own half, where `few_tokens` has them, as they travel.
     """
 
     weights: int
@@ -132,8 +132,10 @@ def _tile_rows(call, tile, came, V: tl.constexpr):
     numbers = tile.first + tl.arange(0, V.tiles.block_m)
     # Past the end the last row is repeated: the first ones of the next expert may not be there.
     nearby = tl.minimum(numbers, last)
+    scales = numbers
     if V.delivered:
-        ptrs = delivered_rows(pull, nearby, nearby <= last, dtype)
+        wire: tl.constexpr = tl.float8e4nv if V.quantized else dtype
+        ptrs, scales = delivered_rows(pull, nearby, nearby <= last, wire, V.quantized)
     elif V.copies == 0:
         ptrs = rows_at_owners(pull, nearby, nearby <= last, dtype)
     else:
@@ -143,7 +145,7 @@ def _tile_rows(call, tile, came, V: tl.constexpr):
             until = tl.minimum(end, pull.total) - 1
         came = wait_for_rows(pull, tile.first, until, V)
     inside = tl.where(came, numbers <= last, numbers < tile.first)  # & would interpret as numbers
-    return TileRows(ptrs, ptrs, numbers, inside, tile.first, last), came
+    return TileRows(ptrs, scales, numbers, inside, tile.first, last), came
 
 
 @triton.jit
@@ -156,6 +158,9 @@ def _make_tile(call, tile, came, V: tl.constexpr):
     rows, came = _tile_rows(call, tile, came, V)
     first = order_descriptors(tile.first) if call.row_desc is not None else tile.first
     depth, tile_n = tl.where(came, call.pull.K, 0), tile.tile_n
+    scales = None
+    if V.delivered and V.quantized:
+        scales = tl.load(rows.scales, mask=rows.inside, other=0.0)
     # Exactly one of these branches runs: that of the output in whose columns the tile lies.
     for i in tl.static_range(OUTPUTS):
         N = call.Ns[i]
@@ -188,6 +193,7 @@ def _make_tile(call, tile, came, V: tl.constexpr):
                 V.even_k,
                 False,
                 V.w_transposed,
+                scales,
             )
             finish_tile(call.out, acc, second, rows, start_n, N, i, ACTIVATION)
         tile_n -= tiles.cdiv(N, TILES.block_n)

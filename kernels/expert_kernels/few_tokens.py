@@ -11,7 +11,8 @@ elements apart, and from byte `ids_at` on as many of ids, padded by -1:
       +-- ids, to all ranks --------------------------> ids   | 0 3 | 3 -1 | ..
                                                        table  expert 3: rows 0 and 1 of rank 0
 
-A token crosses a link once, however many experts of that rank it is for.
+A token crosses a link once, however many experts of that rank it is for. Quantized, tokens lie
+there in e4m3, and behind the ids the scale of each; tiles make the dtype of w of both.
 
 Protocol, by the number of a program
   1. Senders, the first S: of every S-th token, store the ids on all ranks, and the row where it is
@@ -44,7 +45,8 @@ import triton.language as tl
 
 from weft.collectives.device import signals
 from weft.kernels.device import tiles
-from weft.kernels.device.copies import copy_block
+from weft.kernels.device.copies import copy_block, quantize_block
+from weft.kernels.device.gathers import scales_ptr
 from weft.kernels.device.operands import Rows
 from weft.kernels.expert_kernels.combine_kernel import PushTiles, push
 from weft.kernels.expert_kernels.dispatch_kernel import DispatchTiles, make_tiles, spoil_results
@@ -81,10 +83,11 @@ def _ids_of(link, rank, generation, ids_at):
 
 
 @triton.jit
-def _send(x, ids_ptr, pull, firsts, afters, T, ids_at, W: tl.constexpr, ROLES: tl.constexpr):
+def _send(x, ids_ptr, pull, firsts, afters, T, ids_at, V: tl.constexpr, ROLES: tl.constexpr):
     """A sender: its tokens and their ids, to the ranks that need them."""
     link, rank, generation = pull.link, pull.rank, pull.generation
-    dtype: tl.constexpr = x.ptr.dtype.element_ty
+    wire: tl.constexpr = tl.uint8 if V.quantized else x.ptr.dtype.element_ty
+    W: tl.constexpr = V.world_size
     K: tl.constexpr = ROLES.top_k
     COPY_N: tl.constexpr = ROLES.copy_n
     lanes, program = tl.arange(0, ROLES.lanes_k), tl.program_id(0)
@@ -99,9 +102,15 @@ def _send(x, ids_ptr, pull, firsts, afters, T, ids_at, W: tl.constexpr, ROLES: t
             tl.store(shown + lanes, ids, mask=lanes < K)
             first, after = tiles.element(firsts, peer, W), tiles.element(afters, peer, W)
             goes = signals.greatest(((ids >= first) & (ids < after)).to(tl.int32))
-            half = signals.half_ptr(link.buffer_ptrs, peer, generation, link.half_bytes, dtype)
+            half = signals.half_ptr(link.buffer_ptrs, peer, generation, link.half_bytes, wire)
             into = half + place * pull.pitch
-            copy_block(into, row, goes, pull.K, pull.pitch, x.stride_m, x.stride_n, 1, COPY_N)
+            if V.quantized:
+                scale = scales_ptr(link, peer, generation, pull.numbers_at) + place
+                quantize_block(
+                    into, scale, row, goes, pull.K, pull.pitch, x.stride_m, x.stride_n, 1, COPY_N
+                )
+            else:
+                copy_block(into, row, goes, pull.K, pull.pitch, x.stride_m, x.stride_n, 1, COPY_N)
     tell_all_ranks(link, rank, program, generation, W)
 
 
@@ -189,10 +198,12 @@ def few_tokens_kernel(
     TILES: tl.constexpr = V.tiles
     generation = signals.begin_call(link.signal_ptrs, rank)
     program = tl.program_id(0)
-    pull = PulledRows(table, 0, 0, link, rank, generation, pitch, 0, Rows(None, None), K, most)
+    scales_at = ids_at + 4 * W * most * ROLES.top_k
+    fetched = Rows(None, None)
+    pull = PulledRows(table, 0, 0, link, rank, generation, pitch, scales_at, fetched, K, most)
     call = DispatchTiles(pull, weights, Ns, None, w_desc, w2_desc, out)
     if program < SENDERS:
-        _send(x, ids_ptr, pull, firsts, afters, T, ids_at, W, ROLES)
+        _send(x, ids_ptr, pull, firsts, afters, T, ids_at, V, ROLES)
     elif program < SENDERS + CLERKS:
         came = wait_for_all_ranks(link, rank, generation, W, SENDERS)
         shown = _ids_of(link, rank, generation, ids_at)

@@ -17,6 +17,7 @@ from weft.kernels.device.operands import NO_SCALES, matrix
 from weft.kernels.device.outputs import Outputs
 from weft.kernels.engine.chips import INTERPRETER, Chip, Tiling, chip_of
 from weft.kernels.engine.epilogues import Activation
+from weft.kernels.engine.fp8 import FP8
 from weft.kernels.expert_kernels.dispatch_kernel import DispatchVariant
 from weft.kernels.expert_kernels.dispatch_launch import dispatch_config
 from weft.kernels.expert_kernels.expert_tiles import (
@@ -59,6 +60,7 @@ def few_config(
     aligned: bool = True,
     pair: bool = False,
     keep_sums: bool = False,
+    quantize: bool = False,
 ) -> FewConfig:
     """The launch for at most `tokens` tokens a rank of `top_k` experts; else as `dispatch_config`.
 
@@ -78,6 +80,8 @@ def few_config(
     tiling = like.tiling
     if chip is not INTERPRETER and dtype == torch.float32 and not aligned:  # else they spill
         tiling = replace(tiling, block_n=min(tiling.block_n, 16))
+    if chip is not INTERPRETER and dtype == torch.float32 and quantize:  # likewise
+        tiling = replace(tiling, block_m=min(tiling.block_m, 64), num_warps=8)
     programs = max(3, chip.programs)
     senders = max(1, min(tokens, programs // 8, 256 // world_size))
     ids = triton.next_power_of_2(max(1, world_size * tokens * top_k))
@@ -93,11 +97,13 @@ def few_config(
 
 
 def few_bytes(
-    tokens: int, top_k: int, columns: int, dtype: torch.dtype, world_size: int
+    tokens: int, top_k: int, columns: int, wire: torch.dtype, world_size: int
 ) -> tuple[int, int]:
-    """Symmetric memory of each rank, and where in it ids begin, for at most `tokens` a rank."""
-    ids_at = -(-world_size * tokens * gathers.pitch_of(columns) * dtype.itemsize // 16) * 16
-    return ids_at + 4 * world_size * tokens * top_k, ids_at
+    """Symmetric memory of each rank, and where in it ids begin, for at most `tokens` a rank, which
+    travel in `wire`, if it is fp8 with scales.
+    """
+    ids_at = -(-world_size * tokens * gathers.pitch_of(columns) * wire.itemsize // 16) * 16
+    return ids_at + 4 * world_size * tokens * (top_k + int(wire == FP8)), ids_at
 
 
 @dataclass(frozen=True)
@@ -129,6 +135,7 @@ def launch_few_tokens(
     activation: Activation | None = None,
     keep_sums: bool = False,
     tensor_parallel_size: int = 1,
+    quantize: bool = False,
     config: FewConfig | None = None,
 ) -> FewDispatched:
     """Enqueue y_i = activation(rows @ w_i[expert of the row]) of ids that only their rank knows.
@@ -137,9 +144,10 @@ def launch_few_tokens(
         x: (T, K), this rank's tokens, any strides.
         topk_ids: (T, k) int32, contiguous.
         weights: (E, K, N_i) each, at least one, any strides, dtype of x.
-        ws: room for `few_bytes(max(tokens), k, K, x.dtype, W)`.
+        ws: room for `few_bytes(max(tokens), k, K, x.dtype, W)`; quantized, of FP8.
         tokens, experts: how many every rank has; the same lists on all ranks.
         activation, keep_sums, tensor_parallel_size: as in `launch_dispatch`.
+        quantize: whether rows travel in fp8, with a scale each.
         config: default `few_config`.
     """
     (T, K), k, W, E = x.shape, topk_ids.shape[1], ws.world_size, experts[ws.rank]
@@ -158,9 +166,10 @@ def launch_few_tokens(
             aligned=aligned_sizes(K, *Ns),
             pair=pair,
             keep_sums=keep_sums,
+            quantize=quantize,
         )
-    needed, ids_at = few_bytes(most, k, K, x.dtype, W)
-    check_room(ws, needed, "few_bytes(max(tokens), k, K, x.dtype, W)")
+    needed, ids_at = few_bytes(most, k, K, FP8 if quantize else x.dtype, W)
+    check_room(ws, needed, "few_bytes(max(tokens), k, K, dtype in which rows travel, W)")
     ends = [*accumulate(experts[::tp])]
     afters = tuple(ends[rank // tp] for rank in range(W))
     firsts = tuple(after - own for after, own in zip(afters, experts, strict=True))
@@ -208,6 +217,7 @@ def launch_few_tokens(
             copy_n=config.roles.copy_n,
             even_k=K % tiling.block_k == 0,
             w_transposed=w_transposed,
+            quantized=quantize,
             delivered=True,
         ),
         ROLES=config.roles,

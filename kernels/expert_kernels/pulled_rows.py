@@ -18,6 +18,7 @@ from weft.collectives.device import signals
 from weft.collectives.device.device_math import rounded
 from weft.collectives.ranks.pad import MAX_PROGRAMS
 from weft.kernels.device import tiles
+from weft.kernels.device.gathers import scales_ptr
 
 _MAX_PROGRAMS = signals.Constant(MAX_PROGRAMS)
 
@@ -67,13 +68,19 @@ def rows_at_owners(pull, rows, inside, dtype: tl.constexpr):
 
 
 @triton.jit
-def delivered_rows(pull, rows, inside, dtype: tl.constexpr):
-    """Pointers to the rows where their owners have put them, in the rank's own half."""
-    link = pull.link
-    half = signals.half_ptr(link.buffer_ptrs, pull.rank, pull.generation, link.half_bytes, dtype)
+def delivered_rows(pull, rows, inside, dtype: tl.constexpr, QUANTIZED: tl.constexpr):
+    """Pointers to the rows where their owners have put them, in the rank's own half, and to their
+    scales (else to the rows again: Triton 3.6 cannot return None).
+    """
+    link, generation = pull.link, pull.generation
+    half = signals.half_ptr(link.buffer_ptrs, pull.rank, generation, link.half_bytes, dtype)
     source = tl.load(pull.table.ranks + rows, mask=inside, other=0).to(tl.int64)
-    number = tl.load(pull.table.rows + rows, mask=inside, other=0)
-    return half + (source * pull.most + number) * pull.pitch
+    places = source * pull.most + tl.load(pull.table.rows + rows, mask=inside, other=0)
+    ptrs = half + places * pull.pitch
+    scales = ptrs
+    if QUANTIZED:
+        scales = scales_ptr(link, pull.rank, generation, pull.numbers_at) + places
+    return ptrs, scales
 
 
 @triton.jit

@@ -176,10 +176,10 @@ def dispatch_grouped_matmul(
         routing = check_routing(routing, x, weights[0])
     engine = engine_of("dispatch_grouped_matmul", x, weights, routing, quantize)
     if isinstance(routing, Roster):
-        if engine == "triton" and capacity is None and quantize is None:
+        if engine == "triton" and capacity is None:
             from weft.kernels.experts import launched
 
-            made = launched.dispatch_few(routing, x, weights, activation)
+            made = launched.dispatch_few(routing, x, weights, activation, quantize)
         routing = made[0] if made else routing_of(routing, capacity)
     call = DispatchCall(routing, engine, activation, keep_gathered, quantize, made and made[1])
     if engine == "generic":

@@ -10,7 +10,7 @@ from weft.collectives import workspace
 from weft.collectives.device.launches import layouts_of
 from weft.kernels.engine import epilogues
 from weft.kernels.engine.epilogues import Activation
-from weft.kernels.engine.fp8 import FP8
+from weft.kernels.engine.fp8 import FP8, Quantize
 from weft.kernels.engine.local_matmul import on_cpu
 from weft.kernels.expert_kernels.combine_launch import FEW, combine_bytes, launch_combine
 from weft.kernels.expert_kernels.contract_grouped_kernel import launch_contract_grouped
@@ -79,13 +79,14 @@ def dispatch_few(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
     activation: Activation | None,
+    quantize: Quantize | None,
 ) -> tuple[Routing, DispatchMade] | None:
     """`launch_few_tokens` as a call, and the routing that it finds; None of more tokens."""
     group, tp, ids, tokens, experts = roster
     if max(tokens) > FEW:
         return None
     k, K, W, op = roster.top_k, x.shape[1], group.world_size, "dispatch_grouped_matmul"
-    nbytes, _ = few_bytes(max(tokens), k, K, x.dtype, W)
+    nbytes, _ = few_bytes(max(tokens), k, K, FP8 if quantize else x.dtype, W)
     ws = workspace(group, nbytes, channel="gather", device=x.device)
     grads = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights))
     keep_sums = grads and epilogues.keeps_sums(activation)
@@ -101,12 +102,14 @@ def dispatch_few(
             activation=activation,
             keep_sums=keep_sums,
             tensor_parallel_size=tp,
+            quantize=quantize is not None,
         )
         return [made.counts, made.load, *made.table, *made.ys, *made.sums]
 
     operands = [x, ids, *weights]
-    key = f"{op}, few", *tokens, *experts, tp, activation, keep_sums, layouts_of(operands)
-    with torch.no_grad(), ws.call(op, (x.dtype, ("K", K), ("k", k), ("few", True))):
+    key = f"{op}, few", *tokens, *experts, tp, activation, keep_sums, quantize, layouts_of(operands)
+    told = x.dtype, ("K", K), ("k", k), ("quantize", quantize), ("few", True)
+    with torch.no_grad(), ws.call(op, told):
         counts, load, ends, *by_row = ws.repeat(key, operands, launched)
     if on_cpu(ids):  # where the host knows how many have come
         by_row = [each[: int(ends[-1]) if len(ends) else 0] for each in by_row]

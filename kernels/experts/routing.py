@@ -14,7 +14,8 @@ wants them, and it does not depend on when rows arrive:
     ends                                              ^                            ^
 
 All ranks gather all ids, a few bytes a token, and each finds its own rows by itself. All of it is
-on the device of the ids; on a GPU the host reads none of it, and does not check ids.
+on the device of the ids; on a GPU the host reads none of it, and ids that are no expert's are
+nobody's, as -1 is: only with WEFT_CHECK=1 it looks at them.
 
 In a graph of torch.compile, `routed` is the op that `custom_ops` has of it.
 """
@@ -29,12 +30,14 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from weft import settings
 from weft.collectives import Group, agree, all_gather, chunk_sizes, resolve
 from weft.collectives.ranks.chunks import offsets
 from weft.collectives.ranks.group import GroupLike, group_name
 from weft.collectives.ranks.traced import is_call_traced
 from weft.errors import MismatchError
 from weft.kernels.engine.local_matmul import on_cpu, sum_dtype
+from weft.kernels.engine.shards import is_eager
 from weft.kernels.experts.grouped import slices
 
 
@@ -267,7 +270,7 @@ def rostered(
     )
     T, k = ids.shape
     low, high = -1, -1
-    if on_cpu(topk_ids) and topk_ids.numel():
+    if _are_read(topk_ids) and topk_ids.numel():
         low, high = (int(end) for end in topk_ids.aminmax())
     told = _told(group, (T, own, high if low >= -1 else low), (k, tp, capacity))
     tokens, experts, extremes = map(list, zip(*told, strict=True))
@@ -275,6 +278,11 @@ def rostered(
         raise ValueError(f"sizes must be the tokens of every rank, {tokens}, got {list(sizes)}")
     _check(tp, experts, extremes, sum(experts[::tp]))
     return Roster(group, tp, ids, tokens, experts)
+
+
+def _are_read(ids: torch.Tensor) -> bool:
+    """Whether the host looks at ids. On a GPU, for which it would wait, only with WEFT_CHECK=1."""
+    return on_cpu(ids) or (settings.check_calls() and is_eager(ids.device))
 
 
 def routing_of(roster: Roster, capacity: int | None) -> Routing:

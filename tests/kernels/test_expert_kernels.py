@@ -13,7 +13,15 @@ import torch
 import torch.distributed as dist
 from expert_tables import Routed
 from needs import needs_interpreter
-from sim_cases import combined, dispatched, dispatched_in_fp8, few_combined, few_dispatched
+from sim_cases import (
+    CUT,
+    combined,
+    dispatched,
+    dispatched_in_fp8,
+    few_combined,
+    few_dispatched,
+    few_dispatched_in_fp8,
+)
 from test_experts import travelled
 from torch.nn import functional
 
@@ -194,6 +202,7 @@ def few(count: int) -> None:
         )
         roles = replace(config.roles, senders=1 + index % 3, clerks=1 + index % 2)
         config = replace(config, programs=6, roles=roles, descriptors=index // 2 % 2 == 1)
+        quantize = index // 3 % 2 == 1
         late(index, rank, W)
         made = few_tokens_launch.launch_few_tokens(
             xs[rank],
@@ -204,9 +213,11 @@ def few(count: int) -> None:
             [len(told.own(r)) for r in range(W)],
             activation=activation,
             tensor_parallel_size=told.tp,
+            quantize=quantize,
             config=config,
         )
         ws.check("few")
+        xs = [travelled(x) for x in xs] if quantize else xs
         table = told.table(rank)
         real, counts = len(table.ranks), table.ends.diff(prepend=table.ends.new_zeros(1))
         for got, want in zip(made.table, table, strict=True):
@@ -335,9 +346,11 @@ def test_against_float64(ranks, virtual_ranks, body, world_size):
         dispatched_in_fp8,
         combined,
         few_dispatched,
+        few_dispatched_in_fp8,
         few_combined,
+        *CUT.values(),
     ],
-    ids=["fetched", "direct", "fp8", "combined", "few", "few back"],
+    ids=["fetched", "direct", "fp8", "combined", "few", "few in fp8", "few back", *CUT],
 )
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_schedules_without_a_race(case, world_size):

@@ -11,12 +11,14 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from needs import needs_interpreter
 from torch import nn
 from torch.nn import functional
 
 import weft
 from weft.dtensor import DTensor, Shard, checkpoint, init_device_mesh
 from weft.kernels.engine.fp8 import magnitudes, quantized
+from weft.kernels.experts import routing
 
 H, F = 10, 14
 
@@ -197,7 +199,9 @@ def test_states_are_whole_and_load_whole_or_in_parts(kind: str, tp: int) -> None
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("engine", ["host", "generic"])
+@pytest.mark.parametrize(
+    "engine", ["host", "generic", pytest.param("triton", marks=needs_interpreter)]
+)
 def test_misuse_is_an_error_on_every_rank(engine: weft.settings.Engine) -> None:
     """Before anything is sent: the next call works."""
     rank, layer = dist.get_rank(), weft.ExpertParallelMLP.from_experts(made("list", 5))
@@ -221,11 +225,29 @@ def test_misuse_is_an_error_on_every_rank(engine: weft.settings.Engine) -> None:
             layer(*args)
     with pytest.raises(ValueError, match=r"quantize must be None .* 'int8'"):
         weft.ExpertParallelMLP(5, H, F, quantize="int8")  # type: ignore[arg-type]
-    routing = weft.kernels.route(ids, 5)
+    found = weft.kernels.route(ids, 5)
+    own, down = len(layer.up_proj), layer.down_proj.mT
+    with weft.engine(engine):
+        for w in (layer.up_proj.mT[:1], torch.ones(own + 1, H, F)):
+            with pytest.raises(ValueError, match=rf"of {own} experts.*but w has {len(w)}$"):
+                weft.dispatch_grouped_matmul(x, found, w)
+        with pytest.raises(ValueError, match=r"w must be \(experts, K, N\) with K = 10"):
+            weft.dispatch_grouped_matmul(x, ids, layer.up_proj)
+        h, _ = weft.dispatch_grouped_matmul(x, found, layer.up_proj.mT)
+        with pytest.raises(ValueError, match=rf"of {own} experts.*but w has 1$"):
+            weft.grouped_matmul_combine(h, down[:1], weights, found)
+        with pytest.raises(ValueError, match=r"the routing is of .* rows, but there are"):
+            weft.grouped_matmul_combine(h[1:], down, weights, found)
+        with pytest.raises(ValueError, match=r"h must be .* and w .*of one dtype"):
+            weft.grouped_matmul_combine(h.bfloat16(), down, weights, found)
+        with pytest.raises(weft.MismatchError, match=r"(?s)bfloat16.*float32|float32.*bfloat16"):
+            wire = torch.float32 if rank else torch.bfloat16
+            given = [t.bfloat16() for t in (h, down)]
+            weft.grouped_matmul_combine(*given, weights, found, wire_dtype=wire)
     for asked in ({"capacity": 99}, {"sizes": [4, 4]}, {"tensor_parallel_size": 2}):
         with pytest.raises(ValueError, match=f"a routing has its own {next(iter(asked))}"):
-            weft.dispatch_grouped_matmul(x, routing, layer.up_proj.mT, **asked)
-    weft.dispatch_grouped_matmul(x, routing, layer.up_proj.mT, dist.group.WORLD)
+            weft.dispatch_grouped_matmul(x, found, layer.up_proj.mT, **asked)
+    weft.dispatch_grouped_matmul(x, found, layer.up_proj.mT, dist.group.WORLD)
     with weft.engine(engine), pytest.raises(weft.MismatchError, match=r"quantize.*fp8"):
         weft.dispatch_grouped_matmul(x, ids, layer.up_proj.mT, quantize="fp8" if rank else None)
     layer.capacity = 7
@@ -247,6 +269,19 @@ def test_misuse_is_an_error_on_every_rank(engine: weft.settings.Engine) -> None:
         with pytest.raises(weft.MismatchError, match=r"k 1, .*test_expert_.*k 2, .*test_ex"):
             layer(x + rank, ids[:, :k], weights[:, :k])
     torch.testing.assert_close(layer(x, ids, weights), y)
+
+
+@pytest.mark.ranks(2)
+def test_ids_on_a_gpu_are_read_if_calls_are_checked() -> None:
+    """Its tensors are played by those of a CPU. Else ids of no expert are as those of nobody."""
+    ids = torch.tensor([[0, 4], [1, 4 + dist.get_rank()]])
+    gpu = {"on_cpu": lambda x: False, "is_eager": lambda device: True}
+    with patch.multiple(routing, **gpu), patch.dict(os.environ, WEFT_CHECK="1"):
+        with pytest.raises(ValueError, match=r"between 0 and 4.*got 5 on rank 1$"):
+            weft.kernels.route(ids, 5)
+        gpu["is_eager"] = lambda device: False  # in the capture of a graph
+        with patch.multiple(routing, **gpu):
+            assert weft.kernels.route(ids, 5).load.tolist() == [2, 2, 0, 0, 3]
 
 
 @pytest.mark.ranks(2)
@@ -328,6 +363,26 @@ def test_explain_shows_both_ops() -> None:
             assert all(f"{op} backward" in told for op in ops), told
 
 
+class Mixtral(nn.Module):
+    """As Mixtral has it: a softmax over the best two, and a loss that balances the load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(H, 5, bias=False)
+        self.experts: Any = nn.ModuleList(MLP() for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = self.gate(x)
+        ids, weights = weft.topk_router(logits, 2)
+        if isinstance(self.experts, nn.ModuleList):
+            y, load = alone(self.experts, x, ids, weights), ids.flatten().bincount(minlength=5)
+        else:
+            y = self.experts(x, ids, weights)
+            load = self.experts.last_load
+        self.balance = (load / load.sum() * logits.softmax(-1)).sum()
+        return x + y
+
+
 class Mixture(nn.Module):
     """As DeepSeek has it: sigmoid scores, of 2 groups the best one, and a shared expert."""
 
@@ -352,14 +407,16 @@ class Mixture(nn.Module):
         return x + y
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("kind", [Mixtral, Mixture])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_training_equals_one_process(tp: int) -> None:
-    """A model like DeepSeek's, whose load is balanced by biases; examples/mixtral.py by a loss."""
+def test_training_equals_one_process(tp: int, kind: type[nn.Module]) -> None:
+    """Models whose load is balanced by a loss, and by biases."""
     rank, layers = dist.get_rank(), []
+    tokens = [5, 4] if dist.get_world_size() == 2 else [3, 0, 4, 2]
     for _ in range(2):
         torch.manual_seed(4)
-        layers.append(nn.Sequential(Mixture(), Mixture()).double())
+        layers.append(nn.Sequential(kind(), kind()).double())
     model, whole = layers
     for block in model:
         block.experts = weft.ExpertParallelMLP.from_experts(block.experts, tensor_parallel_size=tp)
@@ -367,8 +424,11 @@ def test_training_equals_one_process(tp: int) -> None:
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in layers]
     for step in range(4):
         x = torch.randn(9, H, generator=torch.Generator().manual_seed(step)).double()
-        given = (model, x.split([5, 4])[rank]), (whole, x)
+        given = (model, x.split(tokens)[rank]), (whole, x)
         losses = [(m(part) - part.roll(1, 1)).square().sum() for m, part in given]
+        if kind is Mixtral:
+            balances = [sum(block.balance for block in m) for m in (model, whole)]
+            losses = [loss + 0.1 * each for loss, each in zip(losses, balances, strict=True)]
         for optimizer, loss in zip(optimizers, losses, strict=True):
             optimizer.zero_grad()
             loss.backward()
@@ -382,7 +442,7 @@ def test_training_equals_one_process(tp: int) -> None:
         torch.testing.assert_close(total, losses[1].detach())
         for optimizer in optimizers:
             optimizer.step()
-    assert whole[0].bias.count_nonzero()
+    assert kind is Mixtral or whole[0].bias.count_nonzero()
     torch.testing.assert_close(model.state_dict(), whole.state_dict())
 
 

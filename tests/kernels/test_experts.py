@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from needs import needs_interpreter
 from torch.nn import functional
 
 import weft
 from weft import sim
-from weft.collectives import chunk_sizes, resolve
+from weft.collectives import chunk_sizes, resolve, workspace
 from weft.kernels import route
 from weft.kernels.experts.dispatch import dispatch_grouped_matmul_reference
 
@@ -119,6 +121,7 @@ def layer(case: dict[str, Any]) -> list[torch.Tensor]:
     told, exact = Problem(case, W), None
     exact = told.exact()
     experts, columns = told.own(rank)
+    time.sleep(0.02 * (rank == case.get("late")))
     results: list[list[torch.Tensor]] = []
     for again in range(2):
         x, weights, gate, up, down = (
@@ -196,6 +199,53 @@ def test_experts_that_several_ranks_share(ranks: Any, kind: str, engine: str) ->
             continue  # interpreted it takes long
         tokens = (5, 0, 3, 4)[:W]
         ranks(W, layer, {"tokens": tokens, "tp": tp, "kind": kind, "engine": engine, "k": 3})
+
+
+def poison() -> None:
+    """NaN in all of this rank's memory that experts travel through, while nobody writes there."""
+    dist.barrier()
+    for channel in ("gather", "scatter", "host gather", "host scatter"):
+        ws = workspace(None, 1 << 16, channel=channel)
+        for parity in (0, 1):
+            ws.tensor(ws.rank, parity, (ws.half_bytes,), torch.uint8).fill_(255)
+    dist.barrier()
+
+
+def random_layers(count: int, engine: str) -> None:
+    """Any tokens, down to none, of any experts, whole or cut; one rank comes late."""
+    W = resolve(None).world_size
+    for index in range(count):
+        rand = random.Random(100 * W + index)
+        poison()
+        case: dict[str, Any] = {
+            "engine": engine,
+            "tokens": [rand.choice([0, 1, 3, rand.randrange(12)]) for _ in range(W)],
+            "kind": ("random", "padding", "all to one", "few", "none")[index % 5],
+            "k": rand.randrange(1, 4),
+            "E": rand.choice([1, W, 2 * W + 1]),
+            "tp": rand.choice([tp for tp in (1, 1, 2, 3, 4) if W % tp == 0]),
+            "dtype": rand.choice([torch.float32, torch.bfloat16, torch.float16]),
+            "quantize": rand.choice([None, None, "fp8"]),
+            "late": rand.randrange(2 * W),
+        }
+        try:
+            layer(case)
+        except AssertionError as error:
+            error.add_note(f"case {index} of {W} ranks: {case}")
+            raise
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "world_size",
+    [
+        *(pytest.param(W, marks=pytest.mark.sweep) for W in range(1, 8)),
+        pytest.param(8, marks=pytest.mark.slow),
+    ],
+)
+def test_random_layers(ranks: Any, world_size: int, engine: str) -> None:
+    count = 10 if engine == "triton" else 40
+    ranks(world_size, random_layers, count if world_size < 8 else count // 5, engine, timeout_s=900)
 
 
 def compiled_layer(engine: str) -> None:

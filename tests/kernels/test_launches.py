@@ -59,6 +59,13 @@ def test_kept_launches_are_those_that_would_be_made(variables: dict[str, str]) -
     assert len(told) > 20 and not any(told.values()), told
 
 
+@pytest.mark.slow
+def test_a_graph_can_hold_a_layer_of_few_tokens(variables: dict[str, str]) -> None:
+    """A launch each way, of arguments that do not depend on ids; the host waits for no result."""
+    name = "experts, 64 tokens"
+    assert told_by("relaunching.py", variables, name) == {name: "", f"{name}, in a graph": ""}
+
+
 @pytest.mark.sweep
 def test_kept_launches_of_every_call_are_those_that_would_be_made(
     variables: dict[str, str],

@@ -261,6 +261,56 @@ dist.destroy_process_group()
 """
 
 
+# The same models by their own plans.
+_EXPERT_PLANS = """
+import copy, torch, torch.distributed as dist
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, MixtralConfig, MixtralForCausalLM
+from weft.dtensor import DTensor, Replicate, init_device_mesh
+from weft.dtensor.parallel import ExpertParallel, parallelize_module
+
+dist.init_process_group("gloo")
+mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+heads = dict(num_attention_heads=4, num_key_value_heads=4, num_experts_per_tok=2)
+groups = dict(n_routed_experts=8, n_group=2, topk_group=1, n_shared_experts=1)
+latent = dict(q_lora_rank=16, kv_lora_rank=8, qk_rope_head_dim=8, v_head_dim=8, qk_nope_head_dim=8)
+
+
+def check(whole, own_tokens):
+    model = copy.deepcopy(whole)
+    {plan}
+    ids = torch.randint(64, (4, 12))
+    own = ids.chunk(2)[rank] if own_tokens else ids
+    expected, got = whole(input_ids=ids, labels=ids), model(input_ids=own, labels=own)
+    wanted = expected.logits.chunk(2)[rank] if own_tokens else expected.logits
+    torch.testing.assert_close(got.logits, wanted)
+    (got.loss / 2 if own_tokens else got.loss).backward()
+    expected.loss.backward()
+    cut = 0
+    for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        if isinstance(ours, DTensor):
+            cut += 1
+            grad = ours.grad.full_tensor()
+        else:
+            grad = ours.grad
+            if own_tokens:
+                dist.all_reduce(grad)
+        wanted = torch.zeros_like(grad) if theirs.grad is None else theirs.grad
+        torch.testing.assert_close(grad, wanted, rtol=1e-4, atol=1e-5)
+    assert cut >= 2
+
+
+for seed, own_tokens in enumerate((True, False)):
+    torch.manual_seed(seed)
+    check(MixtralForCausalLM(MixtralConfig(**sizes, **heads, num_local_experts=5)), own_tokens)
+    config = DeepseekV3Config(
+        **sizes, **heads, **groups, **latent, moe_intermediate_size=24, first_k_dense_replace=1
+    )
+    check(DeepseekV3ForCausalLM(config), own_tokens)
+dist.destroy_process_group()
+"""
+
+
 def with_transformers(script: Path, tmp_path: Path) -> str:
     """What a script prints on two ranks."""
     pytest.importorskip("transformers", reason="needs transformers, which weft does not depend on")
@@ -298,6 +348,20 @@ def test_experts_of_transformers(tmp_path: Path) -> None:
     )
     script = tmp_path / "experts.py"
     script.write_text(_EXPERTS.format(replace=textwrap.indent(replace, " " * 4).strip()))
+    with_transformers(script, tmp_path)
+
+
+def test_expert_plans_of_transformers(tmp_path: Path) -> None:
+    (plan,) = re.findall(
+        r"```python no-run: of a model of transformers[^\n]*\n(.*?)```",
+        (ROOT / "docs/experts.md").read_text(),
+        re.DOTALL,
+    )
+    first = "plan = model.config.base_model_ep_plan"
+    assert first in plan
+    plan = plan.replace(first, f"{first} if own_tokens else model.config.base_model_tp_plan")
+    script = tmp_path / "plans.py"
+    script.write_text(_EXPERT_PLANS.format(plan=textwrap.indent(plan, " " * 4).strip()))
     with_transformers(script, tmp_path)
 
 

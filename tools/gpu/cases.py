@@ -386,6 +386,7 @@ CALLS: dict[str, Callable[[Place], RankCall]] = {
     "norm": _norm,
     "experts": _experts,
     "experts-few": partial(_experts, few=True),
+    "experts-few-fp8": partial(_experts, quantize="fp8", few=True),
     "experts-fp8": partial(_experts, quantize="fp8"),
     "ring_attention": partial(_attention, name="ring_attention"),
     "ring_attention-host": partial(_attention, name="ring_attention", engine="host"),
