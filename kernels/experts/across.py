@@ -122,16 +122,16 @@ class Levels:
         """`hosts.naming` of the whole group."""
         return naming(self.group, op)
 
-    def out(self, x: torch.Tensor, op: str) -> _Way:
+    def out(self, x: torch.Tensor, op: str) -> _OnTheWay:
         """This rank's x (T, ..), to the ranks that hold its tokens: (n, ..) of those held here."""
         rows = x.index_select(0, self.sent)
-        return _Way(self, rows, self.receives, self._sends, op)
+        return _OnTheWay(self, rows, self.receives, self._sends, op)
 
-    def back(self, sums: torch.Tensor, op: str) -> _Way:
+    def back(self, sums: torch.Tensor, op: str) -> _OnTheWay:
         """Of tokens held here, their sums (n, ..), to where they are from."""
-        return _Way(self, sums, self._sends, self.receives, op)
+        return _OnTheWay(self, sums, self._sends, self.receives, op)
 
-    def added(self, own: torch.Tensor, way: _Way, dtype: torch.dtype) -> torch.Tensor:
+    def added(self, own: torch.Tensor, way: _OnTheWay, dtype: torch.dtype) -> torch.Tensor:
         """Of this rank's tokens, its own host's sums and those that have come `back`, host by host
         in their order, as `dtype`.
         """
@@ -161,7 +161,7 @@ class Levels:
         return whole.index_copy_(0, self.at_far, far)
 
 
-class _Way:
+class _OnTheWay:
     """Rows on their way between hosts."""
 
     def __init__(
@@ -200,11 +200,11 @@ def _numbers(routing: Routing, ranks: Sequence[int]) -> torch.Tensor:
     return table
 
 
-def _tokens(levels: Levels, x: torch.Tensor, call: DispatchCall, op: str) -> _Way:
+def _tokens(levels: Levels, x: torch.Tensor, call: DispatchCall, op: str) -> _OnTheWay:
     return levels.out(packed(x) if call.quantize else x, op)
 
 
-def _come(way: _Way, x: torch.Tensor, call: DispatchCall) -> torch.Tensor:
+def _come(way: _OnTheWay, x: torch.Tensor, call: DispatchCall) -> torch.Tensor:
     return unpacked(way.come(), x.dtype) if call.quantize else way.come()
 
 
