@@ -50,6 +50,11 @@ def offered(op: str, group: Group, device: torch.device) -> bool:
     return possible and settings.current_engine() != "generic"
 
 
+def parts_of(rows: int, row_bytes: int) -> int:
+    """In how many parts a shard crosses."""
+    return max(1, min(-(-rows * row_bytes // _PART_BYTES), _MOST_PARTS))
+
+
 @contextmanager
 def naming(group: Group, op: str) -> Iterator[None]:
     """For what is done inside the host: who is absent there is told to the other hosts, whose ranks
@@ -119,7 +124,7 @@ class Crossing:
     ) -> None:
         self._group, self._op = group, op
         self._host = group.hosts.index(here(group))
-        parts = max(1, min(-(-max(rows) * row_bytes // _PART_BYTES), _MOST_PARTS))
+        parts = parts_of(max(rows), row_bytes)
         key = group, tuple(rows), parts, needed
         if (blocks := _blocks.get(key)) is None:
             blocks = _blocks[key] = _blocks_of(*key)

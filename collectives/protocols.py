@@ -75,7 +75,7 @@ _LL128 = _Protocol(1.25, 4.0, 0.55)
 _SIMPLE = _Protocol(3.4, 14.0, 0.74)
 PROTOCOLS: tuple[_Protocol, ...] = (_LL, _LL128, _SIMPLE)
 # What a call takes before data moves, and after. [fit]
-_CALL_US = 15.0
+CALL_US = 15.0
 # NVLS in NCCL's all-reduce, which copies in and out: what a call takes [fit], and 470 GB/s of bus
 # bandwidth on 8 x H100, which NCCL's tests report for large arrays.
 _NVLS_CALL_US, _NVLS_SHARE = 80.0, 1.04
@@ -108,7 +108,7 @@ def nccl_us(op: Collective, nbytes: float, fabric: Fabric) -> float:
         return 0.0
     if op == "all_to_all":  # direct sends; what stays is not sent
         rate = PROTOCOLS[-1].share * fabric.reached * fabric.port
-        return _CALL_US + wire_bytes(op, nbytes, W) / _across(fabric, rate)
+        return CALL_US + wire_bytes(op, nbytes, W) / _across(fabric, rate)
     times = []
     crossings = ring_steps(op, fabric.hosts) if fabric.hosts > 1 else 0
     for protocol in PROTOCOLS:
@@ -117,7 +117,7 @@ def nccl_us(op: Collective, nbytes: float, fabric: Fabric) -> float:
             rate = min(rate, fabric.ll)
         latency = (ring_steps(op, W) - crossings) * protocol.hop_us
         latency += crossings * protocol.network_hop_us
-        times.append(_CALL_US + latency + wire_bytes(op, nbytes, W) / _across(fabric, rate))
+        times.append(CALL_US + latency + wire_bytes(op, nbytes, W) / _across(fabric, rate))
     if fabric.multicast and fabric.hosts == 1 and op == "all_reduce" and W > 2:
         wire = wire_bytes(op, nbytes, W)
         times.append(_NVLS_CALL_US + wire / (_NVLS_SHARE * fabric.reached * fabric.port))

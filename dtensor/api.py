@@ -97,12 +97,12 @@ def distribute_tensor(
 def _source(layout: Layout, src_data_rank: int | None) -> Layout:
     if src_data_rank is None:
         return layout.replicated() if not layout.is_replicated else layout.twin
-    index = layout.place.index_of.get((src_data_rank,) * layout.mesh.ndim)
-    if index is None:
+    if not all(0 <= src_data_rank < size for size in layout.place.sizes):
         raise ValueError(
             f"src_data_rank must be a coordinate of every mesh dim, got {src_data_rank} for a mesh "
             f"of shape {layout.place.sizes}"
         )
+    index = layout.place.index_at((src_data_rank,) * layout.mesh.ndim)
     rank, kept = layout.place.ranks[index], layout.place.meshes_of_one
     if rank not in kept:
         kept[rank] = StandInMesh(torch.tensor([rank]))

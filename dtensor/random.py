@@ -81,7 +81,7 @@ def drawn(
         fill(local)
         return local
     assert layout.index is not None
-    mine = layout.boxes[layout.index]
+    mine = layout.box_at(layout.index)
     rows = layout.shape[0] if layout.shape else 1
     step = _rows_at_once(name, layout, local.device)
     for start in range(0, max(rows, 1), max(step, 1)):

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from weft import settings
 from weft.collectives.prices.hardware import PRESETS
 from weft.collectives.ranks import pad
 from weft.sim.errors import SimError
@@ -20,7 +21,7 @@ from weft.sim.run.gpu import run_on_gpu
 from weft.sim.run.runner import run
 from weft.sim.run.world import Programs
 from weft.sim.schedule.schedules import parse
-from weft.sim.time import compiling
+from weft.sim.time import compiling, levels
 from weft.sim.time.timeline import Timeline
 
 _EXAMPLES = """\
@@ -31,6 +32,7 @@ examples:
   weft sim train.py --ranks 4 -- --steps 2                a script for torchrun
   weft sim mine.py:fn --ranks 8 --hardware h100 --no-numerics --compile --plot out.png
   weft sim mine.py:fn --hosts 2x2 --schedules 20          calls in two levels
+  weft sim mine.py:fn --hosts 8x8 --schedules 1 --hardware h100    and what they would take
   weft sim mine.py:fn --ranks 4 --gpu                     the compiled kernels, on one GPU
 docs/sim.md teaches it by one bug, from start to end.
 """
@@ -56,10 +58,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{args.ranks} ranks on one GPU: done in {time.perf_counter() - start:.1f} s")
         return 0
     programs: Programs = "concurrent" if args.concurrent else "sequential"
+    calls: dict[str, settings.Decision] = {}
+
+    def listened(rank: int) -> object:
+        if rank or not (args.hosts and args.hardware):
+            return function(rank)
+        with settings.listening(lambda told: calls.setdefault(f"{told.op} {told.shapes}", told)):
+            return function(rank)
+
     try:
         results = run(
             args.ranks,
-            function,
+            listened,
             seed=args.seed,
             schedules=schedules,
             schedule=args.schedule,
@@ -67,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             programs=programs,
             replay=args.replay,
             timeout=args.timeout or (3600.0 if args.no_numerics else 60.0),
-            hardware=args.hardware,
+            hardware=None if args.hosts else args.hardware,
             numerics=not args.no_numerics,
             symmetric=args.symmetric,
             hosts=args.hosts,
@@ -88,6 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     if results.timeline is not None:
         _tell(results.timeline, args.trace, args.plot)
+    if args.hosts and args.hardware:
+        levels.tell(calls.values(), PRESETS[args.hardware], len(args.hosts), args.hosts[0])
     if args.compile:
         sys.stdout.flush()
         path = Path(args.script.partition(":")[0])
@@ -109,8 +121,16 @@ def _checked(
     """How many schedules to run; exits with an error for options that do not fit together."""
     if args.hosts:
         args.ranks = sum(args.hosts)
-        if args.hardware:
-            parser.error("--hosts is for races: --hardware has the links of one domain")
+        given = args.no_numerics, args.symmetric, args.trace, args.plot, args.compile
+        if any(given):
+            parser.error(
+                "--hosts has times in closed form: leave out --no-numerics, --symmetric, --trace, "
+                "--plot and --compile"
+            )
+        if args.hardware and args.hosts[0] > (most := PRESETS[args.hardware].ranks):
+            parser.error(
+                f"--hosts: {args.hardware} has up to {most} ranks on each, got {args.hosts[0]}"
+            )
     if args.hardware is None and (args.no_numerics or args.trace or args.plot or args.compile):
         parser.error(
             "--no-numerics, --trace, --plot and --compile are for virtual time: add --hardware"
@@ -123,7 +143,7 @@ def _checked(
         parser.error(f"--gpu runs the compiled kernels once, unchecked: leave out {others}")
     if not 1 <= args.ranks <= pad.MAX_RANKS:
         parser.error(f"--ranks must be in 1..{pad.MAX_RANKS}, got {args.ranks}")
-    if args.hardware and args.ranks > (most := PRESETS[args.hardware].ranks):
+    if args.hardware and not args.hosts and args.ranks > (most := PRESETS[args.hardware].ranks):
         parser.error(f"--ranks: {args.hardware} is a domain of {most} ranks, got {args.ranks}")
     if args.timeout is not None and not args.timeout > 0:
         parser.error(f"--timeout must be above 0 seconds, got {args.timeout:g}")
@@ -138,7 +158,8 @@ def _checked(
         parse(args.schedule or "default")
     except ValueError as error:
         parser.error(f"--schedule: {error}")
-    asked = args.schedules or ("1" if args.hardware and args.schedule is None else "100")
+    timed = args.hardware and not args.hosts
+    asked = args.schedules or ("1" if timed and args.schedule is None else "100")
     if asked != "exhaustive" and not (asked.isdecimal() and int(asked)):
         parser.error(f"--schedules must be a number from 1 on or `exhaustive`, got {asked!r}")
     schedules: int | Literal["exhaustive"] = "exhaustive" if asked == "exhaustive" else int(asked)

@@ -31,7 +31,7 @@ class FittedConstant(NamedTuple):
 def constants() -> Iterator[FittedConstant]:
     """All that are marked [fit]."""
     for module, name in (
-        (protocols, "_CALL_US"),
+        (protocols, "CALL_US"),
         (protocols, "_NVLS_CALL_US"),
         (protocols, "KERNEL_US"),
         (protocols, "HOST_US"),

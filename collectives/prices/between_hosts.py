@@ -61,6 +61,11 @@ def choice(
     return "hosts" if ours < flat else "generic", told
 
 
+def slowest(rates: cost.Machine) -> float:
+    """Bytes per us that a rank receives from the host of which it hears least."""
+    return min((rate for row in rates.between for rate in row if rate > 0), default=1e-9)
+
+
 def _flat(op: str, group: Group, rates: cost.Machine, on_gpus: bool) -> Line:
     W = group.world_size
     passes = 2 if op == "all_reduce" or (op == "reduce_scatter" and not on_gpus) else 1

@@ -45,7 +45,7 @@ def blocks(layout: Layout, index: int | None) -> list[Block]:
         sizes = torch.Size(layout.shape_at(index))
         return [(torch.Size([0] * layout.ndim), sizes, ())] if index == 0 else []
     per_dim = []
-    for runs in layout.boxes[index]:
+    for runs in layout.box_at(index):
         ends = itertools.accumulate(size for _, size in runs)
         pairs = zip(runs, ends, strict=True)
         per_dim.append([(start, size, slice(end - size, end)) for (start, size), end in pairs])

@@ -300,7 +300,7 @@ def _sizes_along(layout: Layout, mesh_dim: int, tensor_dim: int) -> list[int]:
     """Local sizes of `tensor_dim` on the ranks that differ from this one in `mesh_dim` only."""
     before, after = layout.coordinate[:mesh_dim], layout.coordinate[mesh_dim + 1 :]
     coordinates = [(*before, i, *after) for i in range(layout.place.sizes[mesh_dim])]
-    return [layout.shape_at(layout.place.index_of[c])[tensor_dim] for c in coordinates]
+    return [layout.shape_at(layout.place.index_at(c))[tensor_dim] for c in coordinates]
 
 
 def _reduced_product(

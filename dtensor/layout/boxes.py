@@ -30,6 +30,7 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from weft.dtensor.layout.extents import Extent, Integers, extents_of, over_the_mesh
 from weft.dtensor.layout.placements import (
     Placements,
     is_shard,
@@ -84,12 +85,31 @@ class MeshPlace:
             self.ranks: tuple[int, ...] = tuple(grid.flatten().tolist())
             # Whether ranks along each dim ascend, as those of its process group do.
             self.ascends = [bool((grid.diff(dim=dim) > 0).all()) for dim in range(grid.ndim)]
-        self.coordinates: list[Shape] = list(itertools.product(*map(range, self.sizes)))
+            self.grid: Integers = grid.numpy()
         here = dist.get_rank() if dist.is_initialized() else 0
         self.index: int | None = self.ranks.index(here) if here in self.ranks else None
-        self.index_of = {coordinate: i for i, coordinate in enumerate(self.coordinates)}
         # Stand-ins for single ranks, so that moves from there are planned once.
         self.meshes_of_one: dict[int, Any] = {}
+
+    @cached_property
+    def coordinates(self) -> list[Shape]:
+        """Of every rank; where there may be thousands, see `coordinate`."""
+        return list(itertools.product(*map(range, self.sizes)))
+
+    def coordinate(self, index: int) -> Shape:
+        """Of rank `index` of the flattened mesh."""
+        found = []
+        for size in reversed(self.sizes):
+            index, at = divmod(index, size)
+            found.append(at)
+        return tuple(reversed(found))
+
+    def index_at(self, coordinate: Shape) -> int:
+        """The reverse."""
+        index = 0
+        for at, size in zip(coordinate, self.sizes, strict=True):
+            index = index * size + at
+        return index
 
 
 _places: weakref.WeakKeyDictionary[Any, MeshPlace] = weakref.WeakKeyDictionary()
@@ -158,9 +178,26 @@ class Layout:
             for size, cut in zip(self.shape, cuts, strict=True)
         )
 
+    def box_at(self, index: int) -> Box:
+        """The box of rank `index` of the flattened mesh, without those of the others."""
+        given: list[Box] | None = self.__dict__.get("boxes")
+        return self.box(self.place.coordinate(index)) if given is None else given[index]
+
+    @cached_property
+    def extents(self) -> tuple[Extent, ...] | None:
+        """What every rank holds of each dim, as arithmetic, where it is one run."""
+        return extents_of(self)
+
+    @cached_property
+    def lengths(self) -> Integers | None:
+        """How many elements every rank holds; None where `extents` are."""
+        if self.extents is None:
+            return None
+        return over_the_mesh([stop - start for start, stop in self.extents], self.place.sizes)
+
     def shape_at(self, index: int) -> Shape:
         """Local shape of rank `index` of the flattened mesh."""
-        return tuple(sum(size for _, size in runs) for runs in self.boxes[index])
+        return tuple(sum(size for _, size in runs) for runs in self.box_at(index))
 
     @cached_property
     def local_shape(self) -> Shape:
@@ -174,7 +211,7 @@ class Layout:
         """First global index of this process's box along each dim; the dim's size if empty."""
         if self.index is None:
             return (0,) * len(self.shape)
-        box = self.boxes[self.index]
+        box = self.box_at(self.index)
         return tuple(
             runs[0][0] if runs else size for runs, size in zip(box, self.shape, strict=True)
         )
@@ -183,7 +220,7 @@ class Layout:
     def coordinate(self) -> Shape:
         """This process's coordinate in the mesh."""
         assert self.index is not None
-        return self.place.coordinates[self.index]
+        return self.place.coordinate(self.index)
 
     @cached_property
     def is_replicated(self) -> bool:

@@ -14,20 +14,19 @@ from collections.abc import Container, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.collectives.ranks.group import forget_meshes
 from weft.dtensor.layout.boxes import Layout
+from weft.dtensor.layout.extents import Cuts, Integers, extent_of, over_the_mesh
 from weft.dtensor.layout.placements import check_partials, distinct, pieces_of, shard_dim
 from weft.dtensor.layout.runs import Runs, Shape, runs_of
 from weft.dtensor.move.transfers import STEP_BYTES, MovePlan, Step, bytes_moved, move_plan, overlap
 
 # How much longer a byte takes between hosts than inside one.
 _BETWEEN_HOSTS = 5
-
-# (pieces, mesh dim) of each shard that cuts a tensor dim, from left to right.
-_Cuts = tuple[tuple[int, int], ...]
 
 
 @lru_cache(maxsize=4096)
@@ -167,18 +166,16 @@ class _Ways:
 
     def cost_at_once(self, here: Shape) -> float:
         """Cost of the bytes that some rank receives if all take their part of the goal at once."""
-        received = max(map(int.__sub__, self._shared(self.goal), self._shared(here)))
+        received = int((self._shared(self.goal) - self._shared(here)).max())
         return received * self.source.dtype.itemsize * max(self.slowness)
 
-    def _shared(self, here: Shape) -> Iterator[int]:
+    def _shared(self, here: Shape) -> Integers:
         """How many of the goal's elements each rank holds."""
         dims = zip(self.source.shape, self._cuts(here), self._cuts(self.goal), strict=True)
-        return map(
-            math.prod, zip(*[_in_both(n, self.sizes, a, b) for n, a, b in dims], strict=True)
-        )
+        return over_the_mesh([_in_both(n, self.sizes, a, b) for n, a, b in dims], self.sizes)
 
-    def _cuts(self, here: Shape) -> list[_Cuts]:
-        cuts: list[_Cuts] = [()] * self.source.ndim
+    def _cuts(self, here: Shape) -> list[Cuts]:
+        cuts: list[Cuts] = [()] * self.source.ndim
         for dim, option in enumerate(self._at(here)):
             if option.cut >= 0:
                 cuts[option.cut] += ((option.pieces, dim),)
@@ -214,16 +211,20 @@ def _options_of(choices: list[Placement], goal: Placement, size: int) -> list[_O
 
 
 @lru_cache(maxsize=256)
-def _held(length: int, sizes: Shape, cuts: _Cuts) -> list[Runs]:
+def _held(length: int, sizes: Shape, cuts: Cuts) -> list[Runs]:
     """What each rank of a mesh of `sizes` holds of a tensor dim."""
     ranks = itertools.product(*map(range, sizes))
     return [runs_of(length, tuple([(n, sizes[dim], at[dim]) for n, dim in cuts])) for at in ranks]
 
 
 @lru_cache(maxsize=256)
-def _in_both(length: int, sizes: Shape, here: _Cuts, there: _Cuts) -> list[int]:
+def _in_both(length: int, sizes: Shape, here: Cuts, there: Cuts) -> Integers:
     """How many indices of a tensor dim each rank of a mesh of `sizes` holds under both cuts."""
-    return list(map(overlap, _held(length, sizes, here), _held(length, sizes, there)))
+    one, other = (extent_of(length, sizes, cuts) for cuts in (here, there))
+    if one is not None and other is not None:
+        return one.shared(other)
+    listed = map(overlap, _held(length, sizes, here), _held(length, sizes, there))
+    return np.array(list(listed), np.int64).reshape(sizes)
 
 
 def _slowness(layout: Layout, dim: int) -> int:
@@ -232,12 +233,6 @@ def _slowness(layout: Layout, dim: int) -> int:
     Whether it spans several hosts is known if torchrun fills them in rank order.
     """
     per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or len(layout.place.ranks)
-    stride = math.prod(layout.place.sizes[dim + 1 :])
-    size = layout.place.sizes[dim]
-    ranks = layout.place.ranks
-    far = any(
-        ranks[i] // per_host != ranks[i + stride * (size - 1)] // per_host
-        for i in range(len(ranks))
-        if (i // stride) % size == 0
-    )
+    hosts = layout.place.grid // per_host
+    far = (hosts.take(0, dim) != hosts.take(-1, dim)).any()
     return _BETWEEN_HOSTS if far else 1

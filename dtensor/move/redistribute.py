@@ -204,7 +204,7 @@ def _group_of(step: Step) -> Group:
 def _start(step: Step, local: torch.Tensor, channel: str = "") -> Running:
     """Begin a step for `_finish` to end, after other steps if it has its own `channel`."""
     receiver = step.target.index
-    pieces = step.pieces[receiver] if receiver is not None else ()
+    pieces = step.pieces_of(receiver) if receiver is not None else ()
     group = None if step.is_local else _group_of(step)
     if group is not None and group.backend is None and step.mesh_dim is not None:
         group = resolve(step.source.mesh.get_group(step.mesh_dim))
@@ -282,7 +282,7 @@ def _as_collective(step: Step, local: torch.Tensor, group: Group) -> Running | N
     here, layout = list(source.coordinate), target if op else source
     shapes = []
     for here[dim] in range(group.world_size):
-        shapes.append(layout.shape_at(source.place.index_of[tuple(here)]))
+        shapes.append(layout.shape_at(source.place.index_at(tuple(here))))
     nbytes = max(map(math.prod, shapes)) * local.element_size()
     nbytes *= group.world_size if cut >= 0 else 1
     if between_hosts.choice(step.collective, group, local.device, nbytes)[0] != "hosts":
@@ -409,14 +409,11 @@ def _all_to_all(
     source_ranks, target_ranks = step.source.place.ranks, step.target.place.ranks
     me = group.ranks[group.rank]
     sends: dict[int, list[torch.Tensor]] = {rank: [] for rank in group.ranks}
-    for receiver, theirs in enumerate(step.pieces):
-        if target_ranks[receiver] in sends and target_ranks[receiver] != me:
-            sends[target_ranks[receiver]] = [
-                local[piece.source].reshape(-1)
-                for piece in theirs
-                for holder in piece.holders
-                if source_ranks[holder] == me
-            ]
+    if (holder := step.source.index) is not None:
+        for receiver, rank in enumerate(target_ranks):
+            if rank in sends and rank != me:
+                theirs = step.taken_from(holder, receiver)
+                sends[rank] = [local[piece.source].reshape(-1) for piece in theirs]
     receives = dict.fromkeys(group.ranks, 0)
     for piece in pieces:
         for holder in piece.holders:

@@ -12,23 +12,27 @@ pulling them afterwards is cheaper, there are two steps:
                                          2. [R, S(0)]: and takes the other half
 
 Where no symmetric memory spans the ranks, `weft.dtensor.move.collective_plans` finds the steps.
-Planning is arithmetic without communication, and all ranks arrive at the same plan.
+Planning is arithmetic without communication, and all ranks arrive at the same plan. Of thousands of
+ranks none are listed: bytes are sums over arrays (`layout.extents`), and pieces are found for one
+rank, among those whose boxes meet its own.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, cast
 
+import numpy as np
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.collectives.ranks.group import forget_meshes
 from weft.dtensor.layout.boxes import Layout
+from weft.dtensor.layout.extents import Integers, over_the_mesh
 from weft.dtensor.layout.placements import (
     LINEAR_REDUCTIONS,
     Placements,
@@ -64,10 +68,29 @@ class Step:
     source: Layout
     target: Layout
 
+    def pieces_of(self, receiver: int) -> tuple[PulledPiece, ...]:
+        """What a rank of the flattened target mesh takes."""
+        if (found := self._pieces.get(receiver)) is None:
+            candidates = self._families.holding(self.target, receiver, self.mesh_dim)
+            found = self._families.pieces(self.target, receiver, candidates)
+            self._pieces[receiver] = found
+        return found
+
+    def taken_from(self, holder: int, receiver: int) -> list[PulledPiece]:
+        """Of what a rank takes, the pieces that `holder` has a part in."""
+        if (known := self._pieces.get(receiver)) is None:
+            if not self._families.meet(holder, self.target, receiver):
+                return []
+            known = self._families.pieces(self.target, receiver, self._families.like(holder))
+        return [piece for piece in known if holder in piece.holders]
+
     @cached_property
-    def pieces(self) -> list[tuple[PulledPiece, ...]]:
-        """What each rank of the flattened target mesh takes."""
-        return _pieces(self.source, self.target)
+    def _pieces(self) -> dict[int, tuple[PulledPiece, ...]]:
+        return {}
+
+    @cached_property
+    def _families(self) -> _Families:
+        return _Families(self.source, self.target)
 
     @cached_property
     def reduce_op(self) -> str | None:
@@ -94,13 +117,14 @@ class Step:
     @cached_property
     def bytes_received(self) -> list[int]:
         """Bytes that come from other ranks, for each rank of the flattened target mesh."""
-        itemsize = self.source.dtype.itemsize
-        return [itemsize * numel for numel in elements_received(self.source, self.target)]
+        received = elements_received(self.source, self.target)
+        made: list[int] = (self.source.dtype.itemsize * received).tolist()
+        return made
 
     @cached_property
     def is_local(self) -> bool:
         """Whether every rank has all that it needs."""
-        return not any(self.bytes_received)
+        return not elements_received(self.source, self.target).any()
 
     @cached_property
     def senders(self) -> frozenset[int]:
@@ -108,8 +132,8 @@ class Step:
         source_ranks, target_ranks = self.source.place.ranks, self.target.place.ranks
         return frozenset(
             source_ranks[holder]
-            for receiver, pieces in enumerate(self.pieces)
-            for piece in pieces
+            for receiver in range(len(target_ranks))
+            for piece in self.pieces_of(receiver)
             for holder in piece.holders
             if source_ranks[holder] != target_ranks[receiver]
         )
@@ -150,8 +174,7 @@ class Step:
     @cached_property
     def room(self) -> int:
         """Bytes of symmetric memory on each rank: the largest local tensor of the source."""
-        ranks = range(len(self.source.boxes))
-        return max(math.prod(self.source.shape_at(i)) for i in ranks) * self.source.dtype.itemsize
+        return int(held(self.source).max()) * self.source.dtype.itemsize
 
     def __str__(self) -> str:
         worst = max(self.bytes_received, default=0)
@@ -242,34 +265,98 @@ def _reductions(source: Layout, target: Layout) -> list[tuple[str, int]]:
     ]
 
 
-def _pieces(source: Layout, target: Layout) -> list[tuple[PulledPiece, ...]]:
-    """What each rank takes in one pull; mesh dims that stay Partial are left alone."""
-    kept, summed, born = _partial_dims(source, target)
-    same_mesh = source.mesh == target.mesh
-    # Ranks whose values add up have the same box and form a family, named by its first member.
-    families: dict[Shape, list[int]] = {}
-    for index, coordinate in enumerate(source.place.coordinates):
-        first = tuple(0 if dim in summed else i for dim, i in enumerate(coordinate))
-        families.setdefault(first, []).append(index)
+class _Families:
+    """Who holds what before a step. Ranks whose values add up have the same box and are a family,
+    named by its first member; mesh dims that stay Partial are left alone.
+    """
 
-    every: list[tuple[PulledPiece, ...]] = []
-    for receiver, coordinate in enumerate(target.place.coordinates):
+    def __init__(self, source: Layout, target: Layout) -> None:
+        self._source, self._same_mesh = source, source.mesh == target.mesh
+        self._kept, self._summed, self._born = _partial_dims(source, target)
+        first = [slice(0, 1) if dim in self._summed else slice(None) for dim in self._dims]
+        numbers = np.arange(len(source.place.ranks)).reshape(source.place.sizes)
+        self._firsts, self._first = numbers[tuple(first)], tuple(first)
+
+    @property
+    def _dims(self) -> range:
+        return range(len(self._source.place.sizes))
+
+    def holding(self, target: Layout, receiver: int, mesh_dim: int | None) -> list[int]:
+        """Families whose boxes meet a rank's. If all moves along one mesh dim, the nearest holders
+        differ along that alone.
+        """
+        here, wanted = target.place.coordinate(receiver), target.extents
+        line = [
+            slice(here[dim], here[dim] + 1)
+            if mesh_dim is not None and dim != mesh_dim and dim not in self._summed
+            else slice(None)
+            for dim in self._dims
+        ]
+        if (extents := self._source.extents) is None or wanted is None:
+            found: list[int] = self._firsts[tuple(line)].ravel().tolist()
+            return found
+        meets = [
+            (mine.shared(theirs.at(here)) > 0) for mine, theirs in zip(extents, wanted, strict=True)
+        ]
+        return self._where(meets, tuple(line))
+
+    def like(self, holder: int) -> list[int]:
+        """Families that have the same box as a rank."""
+        if (extents := self._source.extents) is None:
+            box, boxes = self._source.boxes[holder], self._source.boxes
+            return [first for first in self._firsts.ravel().tolist() if boxes[first] == box]
+        here = self._source.place.coordinate(holder)
+        same = [
+            (each == of_holder)
+            for extent in extents
+            for each, of_holder in zip(extent, extent.at(here), strict=True)
+        ]
+        return self._where(same, ())
+
+    def meet(self, holder: int, target: Layout, receiver: int) -> bool:
+        """Whether a rank wants anything of what another one has."""
+        if (extents := self._source.extents) is None or (wanted := target.extents) is None:
+            return True
+        there, here = self._source.place.coordinate(holder), target.place.coordinate(receiver)
+        pairs = zip(extents, wanted, strict=True)
+        return all(mine.at(there).shared(theirs.at(here)).all() for mine, theirs in pairs)
+
+    def _where(self, masks: Sequence[Any], line: tuple[slice, ...]) -> list[int]:
+        mask = np.ones((1,) * len(self._dims), bool)
+        for each in masks:
+            mask = mask & each
+        whole = np.broadcast_to(mask, self._source.place.sizes)[self._first]
+        found: list[int] = self._firsts[line][whole[line]].tolist()
+        return found
+
+    def pieces(
+        self, target: Layout, receiver: int, families: Sequence[int]
+    ) -> tuple[PulledPiece, ...]:
+        """What a rank takes of some families in one pull: of each box, from the nearest."""
+        source, place = self._source, self._source.place
+        coordinate = target.place.coordinate(receiver)
+        if not all(_contributes(target.placements[dim], coordinate[dim]) for dim in self._born):
+            return ()
+        here = coordinate if self._same_mesh else None
+        by_box: dict[Box, list[tuple[int, list[int]]]] = {}
+        for first in families:
+            at = place.coordinate(first)
+            if all(at[dim] == coordinate[dim] for dim in self._kept):
+                members = self._members(at)
+                distance = min(_distance(here, place.coordinate(m)) for m in members)
+                by_box.setdefault(source.box(at), []).append((distance, members))
         pieces: list[PulledPiece] = []
-        if all(_contributes(target.placements[dim], coordinate[dim]) for dim in born):
-            by_box: dict[Box, list[tuple[int, list[int]]]] = {}
-            for first, members in families.items():
-                if all(first[dim] == coordinate[dim] for dim in kept):
-                    here = coordinate if same_mesh else None
-                    distance = min(_distance(here, source.place.coordinates[m]) for m in members)
-                    by_box.setdefault(source.boxes[members[0]], []).append((distance, members))
-            for box, holders in by_box.items():
-                cuts = cut_box(box, target.boxes[receiver])
-                if not cuts:
-                    continue
+        wanted = target.box_at(receiver)
+        for box, holders in by_box.items():
+            if cuts := cut_box(box, wanted):
                 chosen = _nearest(holders, source, target.place.ranks[receiver], receiver)
                 pieces += [PulledPiece(tuple(chosen), s, t, numel) for s, t, numel in cuts]
-        every.append(tuple(pieces))
-    return every
+        return tuple(pieces)
+
+    def _members(self, first: Shape) -> list[int]:
+        sizes = self._source.place.sizes
+        terms = [range(sizes[dim]) if dim in self._summed else (first[dim],) for dim in self._dims]
+        return [self._source.place.index_at(each) for each in itertools.product(*terms)]
 
 
 def _nearest(
@@ -300,26 +387,52 @@ def overlap(source: Runs, target: Runs) -> int:
     return sum(max(0, min(a + m, b + n) - max(a, b)) for a, m in source for b, n in target)
 
 
-def elements_received(source: Layout, target: Layout) -> list[int]:
+def held(layout: Layout) -> Integers:
+    """How many elements each rank of the mesh holds."""
+    if (lengths := layout.lengths) is not None:
+        return lengths.reshape(-1)
+    return np.array([math.prod(map(overlap, box, box)) for box in layout.boxes], np.int64)
+
+
+def elements_received(source: Layout, target: Layout) -> Integers:
     """Elements that each rank of the target mesh receives from others in one step."""
     _, summed, born = _partial_dims(source, target)
     terms = math.prod(source.place.sizes[dim] for dim in summed)
-    held = dict(zip(source.place.ranks, source.boxes, strict=True))
-    received = []
-    for rank, box, coordinate in zip(
-        target.place.ranks, target.boxes, target.place.coordinates, strict=True
-    ):
-        if all(_contributes(target.placements[dim], coordinate[dim]) for dim in born):
-            needed = terms * math.prod(map(overlap, box, box))
-            own = math.prod(map(overlap, held[rank], box)) if rank in held else 0
-            received.append(needed - own)
-        else:
-            received.append(0)
+    received = terms * held(target) - _held_already(source, target)
+    if born:
+        rows = zip(target.place.coordinates, received.tolist(), strict=True)
+        received = np.array(
+            [
+                count if all(_contributes(target.placements[dim], at[dim]) for dim in born) else 0
+                for at, count in rows
+            ],
+            np.int64,
+        )
     return received
 
 
-def _cost(itemsize: int, *steps: list[int]) -> float:
-    return len(steps) * STEP_BYTES + itemsize * sum(map(sum, steps)) / len(steps[0])
+def _held_already(source: Layout, target: Layout) -> Integers:
+    """Elements of what each rank of the target mesh wants that it holds itself."""
+    there, before, after = source.place, source.extents, target.extents
+    alike = there.ranks == target.place.ranks and there.sizes == target.place.sizes
+    if alike and before is not None and after is not None:
+        shared = [a.shared(b) for a, b in zip(before, after, strict=True)]
+        return over_the_mesh(shared, there.sizes).reshape(-1)
+    at = {rank: index for index, rank in enumerate(there.ranks)}
+    pairs = zip(target.place.ranks, target.boxes, strict=True)
+    return np.array(
+        [
+            math.prod(map(overlap, source.boxes[at[rank]], box)) if rank in at else 0
+            for rank, box in pairs
+        ],
+        np.int64,
+    )
+
+
+def _cost(itemsize: int, *steps: Integers) -> float:
+    return len(steps) * STEP_BYTES + itemsize * sum(int(step.sum()) for step in steps) / len(
+        steps[0]
+    )
 
 
 def _middles(source: Layout, target: Layout) -> Iterator[Layout]:
@@ -360,8 +473,8 @@ def move_plan(source: Layout, target: Layout) -> MovePlan:
         # A lower bound: every element is reduced once, on a rank that needs it.
         terms, copies = (math.prod(source.place.sizes[d] for d in dims) for dims in (summed, kept))
         elements = copies * math.prod(source.shape)
-        needed = sum(math.prod(map(overlap, box, box)) for box in target.boxes)
-        bound = _cost(itemsize, [(terms - 2) * elements + needed] + [0] * (len(target.boxes) - 1))
+        needed, count = int(held(target).sum()), len(target.place.ranks)
+        bound = STEP_BYTES + itemsize * ((terms - 2) * elements + needed) / count
         middles = itertools.islice(_middles(source, target), _MAX_MIDDLES)
         for middle in middles if least > bound + STEP_BYTES else ():
             if middle is target:

@@ -79,7 +79,7 @@ def softmax_backward(call: OpCall) -> Choices | Decomposed:
 def own_run(layout: Layout, dim: int) -> tuple[int, int]:
     """(start, length) of this rank's indices along `dim`, which is cut by plain shards."""
     assert layout.index is not None
-    runs = layout.boxes[layout.index][dim]
+    runs = layout.box_at(layout.index)[dim]
     return runs[0] if runs else (0, 0)
 
 

@@ -66,7 +66,7 @@ class _Windows:
 
 
 def _own(layout: Layout, rank: int, dim: int) -> Range:
-    runs = layout.boxes[rank][dim]
+    runs = layout.box_at(rank)[dim]
     return (runs[0][0], runs[0][0] + runs[0][1]) if runs else (0, 0)
 
 

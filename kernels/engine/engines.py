@@ -37,6 +37,15 @@ RunnableEngine = Literal["triton", "host", "generic", "hosts"]
 _OVER_HOSTS = *COLLECTIVE_OF, "ring_attention"
 
 
+class TokensOverHosts(NamedTuple):
+    """Bytes that a rank receives from other hosts, on average: each token once a host, as in two
+    levels, and once for each of its experts.
+    """
+
+    once: float
+    flat: float
+
+
 @dataclass(frozen=True)
 class Problem:
     """One call, described by what every rank knows.
@@ -48,6 +57,7 @@ class Problem:
         host_refusal, kernel_refusal: why that engine cannot; empty if it can.
         wire_dtype: in which partial sums are asked to travel; None: as each engine does by itself.
         attention: what it attends to, on GPUs.
+        tokens: of experts over several hosts, what moves; None if they cannot go host by host.
     """
 
     op: str
@@ -61,6 +71,7 @@ class Problem:
     kernel_refusal: str = ""
     wire_dtype: torch.dtype | None = None
     attention: fused_times.AttentionWork | None = None
+    tokens: TokensOverHosts | None = None
 
 
 def too_wide(D: int, widest: int) -> str:
@@ -182,7 +193,8 @@ def _over_hosts(problem: Problem, group: Group) -> bool:
     """Scales of fp8 do not cross. Attention is merged as on the host engine."""
     fits = not problem.refusal and problem.dtype != torch.float8_e4m3fn
     fits &= problem.op != "ring_attention" or not problem.host_refusal
-    return fits and problem.op in _OVER_HOSTS and in_two_levels(group)
+    known = problem.op in _OVER_HOSTS or problem.tokens is not None
+    return fits and known and in_two_levels(group)
 
 
 def _compared(best: RunnableEngine, prices: Mapping[RunnableEngine, Price]) -> str:
@@ -238,6 +250,8 @@ def _in_two_levels(
     problem: Problem, group: Group, device: torch.device, rates: cost.Machine
 ) -> dict[RunnableEngine, Price]:
     """Compared by what moves, which the levels of one call hide of each other at best."""
+    if problem.tokens is not None:
+        return _experts_in_two_levels(problem, problem.tokens, group, rates)
     op, size = COLLECTIVE_OF.get(problem.op, "all_gather"), problem.dtype.itemsize
     matmul, sizes = _matmul(problem, rates), (problem.op, problem.M, problem.N, problem.K)
     if problem.op not in COLLECTIVE_OF:  # gathers keys and values
@@ -258,6 +272,28 @@ def _in_two_levels(
     return {
         "hosts": Price(us, ours.us(whole), (matmul, between, inside, start), rule),
         "generic": Price(matmul.us + flat_us, flat_us, (matmul, Part("collective", flat_us, how))),
+    }
+
+
+def _experts_in_two_levels(
+    problem: Problem, tokens: TokensOverHosts, group: Group, rates: cost.Machine
+) -> dict[RunnableEngine, Price]:
+    """Tokens of two levels are pulled once more inside, in two exchanges of their own, and what is
+    made of the two is put together.
+    """
+    matmul, rate = _matmul(problem, rates), between_hosts.slowest(rates)
+    copied = problem.M * (problem.K + problem.N) * problem.dtype.itemsize
+    inside = Part("inside hosts", copied / max(rates.copy, 1e-9), f"{_mib(copied)}, pulled, merged")
+    start = Part("signals", rates.between_us + 4 * rates.sync_us, "1 between hosts, 4 inside")
+    wire = Part("signals", rates.wire_us, "of the process group")
+    once, flat = (
+        Part("between hosts", nbytes / rate, f"{_mib(nbytes)} at {rate / 1e3:.3g} GB/s")
+        for nbytes in tokens
+    )
+    ours, theirs = (matmul, once, inside, start), (matmul, flat, wire)
+    return {
+        "hosts": Price(sum(p.us for p in ours), sum(p.us for p in ours[1:]), ours),
+        "generic": Price(sum(p.us for p in theirs), sum(p.us for p in theirs[1:]), theirs),
     }
 
 

@@ -50,7 +50,13 @@ class CombineCall(NamedTuple):
 
 
 def engine_module(engine: RunnableEngine) -> ModuleType:
-    """Where the forward and backward of both ops are: `host`, or `launched`, which needs Triton."""
+    """Where the forward and backward of both ops are: `host`, `across`, or `launched`, which needs
+    Triton.
+    """
+    if engine == "hosts":
+        from weft.kernels.experts import across
+
+        return across
     if engine == "host":
         from weft.kernels.experts import host
 

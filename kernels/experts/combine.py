@@ -51,7 +51,8 @@ def grouped_matmul_combine(
             these are partial sums.
 
     Returns:
-        y (T, H), of h's dtype: added up in fp32 in the order of j, and rounded once. A token
+        y (T, H), of h's dtype: added up in fp32 in the order of j, and rounded once; over several
+        hosts so inside each, rounded to `wire_dtype`, and then in the order of the hosts. A token
         without experts gets 0, whatever its weights are. Gradients of h, w and topk_weights, fused
         like the forward.
 

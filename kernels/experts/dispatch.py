@@ -32,10 +32,17 @@ from weft.collectives.ranks.traced import is_call_traced
 from weft.kernels.engine import epilogues
 from weft.kernels.engine.autocast import autocast, outside_autocast
 from weft.kernels.engine.chips import chip_of
-from weft.kernels.engine.engines import Problem, RunnableEngine, choose, record_backward
+from weft.kernels.engine.engines import (
+    Problem,
+    RunnableEngine,
+    TokensOverHosts,
+    choose,
+    record_backward,
+)
 from weft.kernels.engine.epilogues import Activation
 from weft.kernels.engine.fp8 import FP8, Quantize, check_quantize
 from weft.kernels.engine.local_matmul import on_cpu
+from weft.kernels.experts.across import crossings, refusal
 from weft.kernels.experts.calls import DispatchCall, DispatchMade, engine_module
 from weft.kernels.experts.grouped import grouped_matmul
 from weft.kernels.experts.routing import (
@@ -280,8 +287,35 @@ def engine_of(
     kernel = "" if x.element_size() > 1 else f"its kernels take no {x.dtype} without scales"
     if quantize and not (chip := chip_of(x.device)).fp8:
         kernel = f"{chip.name} has no {FP8}"
-    told = Problem(op, rows, N, K, x.dtype, moved, host_refusal=host, kernel_refusal=kernel)
+    told = Problem(
+        op,
+        rows,
+        N,
+        K,
+        x.dtype,
+        moved,
+        host_refusal=host,
+        kernel_refusal=kernel,
+        tokens=_tokens_over_hosts(op, x, weights, routing, quantize),
+    )
     return choose(told, routing.group, x.device)
+
+
+def _tokens_over_hosts(
+    op: str,
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    routing: Roster | Routing,
+    quantize: Quantize | None,
+) -> TokensOverHosts | None:
+    """What moves in two levels; None if the call cannot go host by host."""
+    group, k = routing.group, routing.top_k
+    if not group.hosts or not on_cpu(x) or not any(routing.tokens) or refusal(routing):
+        return None
+    moved_columns = sum(w.shape[2] for w in weights) if "combine" in op and weights else x.shape[1]
+    T, H = sum(routing.tokens) / group.world_size, len(group.hosts)
+    row = moved_columns * (FP8 if quantize else x.dtype).itemsize
+    return TokensOverHosts(T * crossings(H, k) * row, T * k * (1 - 1 / H) * row)
 
 
 def generic_dispatch(

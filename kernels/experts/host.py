@@ -1,6 +1,7 @@
 """The host engine of dispatch and combine: expert by expert, by rows in each other's memory.
 
-So what is made of an expert's rows is still in the caches. How rows move: `rows`.
+So what is made of an expert's rows is still in the caches. How rows move: `rows`. `sum_as` is in
+which dtype sums are returned, if not in that of the tokens.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ def dispatch_backward(
     kept: Sequence[torch.Tensor],
     needs_x: bool,
     needs_w: Sequence[bool],
+    sum_as: torch.dtype | None = None,
 ) -> list[torch.Tensor | None]:
     routing, group = call.routing, call.routing.group
     op, told = "dispatch_grouped_matmul backward", call.told(x)
@@ -88,7 +90,8 @@ def dispatch_backward(
             if needs_x and part.stop > part.start:
                 push.rows(e, _back(dzs, [w[e] for w in weights], wire))
         if needs_x:
-            dx = weighted_sum(push.collected(), None, routing.tensor_parallel_size, x.dtype)
+            tp = routing.tensor_parallel_size
+            dx = weighted_sum(push.collected(), None, tp, sum_as or x.dtype)
     return [dx, *dws]
 
 
@@ -108,7 +111,11 @@ def _back(
 
 
 def combine_forward(
-    call: CombineCall, h: torch.Tensor, w: torch.Tensor | None, weights: torch.Tensor | None
+    call: CombineCall,
+    h: torch.Tensor,
+    w: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    sum_as: torch.dtype | None = None,
 ) -> torch.Tensor:
     routing, wire, op = call.routing, call.wire, "grouped_matmul_combine"
     H = h.shape[1] if w is None else w.shape[2]
@@ -118,7 +125,8 @@ def combine_forward(
         for e, part in enumerate(routing.rows_of_expert):
             if part.stop > part.start:
                 push.rows(e, _result(h[part], None if w is None else w[e], wire))
-        y = weighted_sum(push.collected(), weights, routing.tensor_parallel_size, h.dtype)
+        tp = routing.tensor_parallel_size
+        y = weighted_sum(push.collected(), weights, tp, sum_as or h.dtype)
         return ex.result(y)
 
 

@@ -60,6 +60,7 @@ class Routing:
         ranks, rows, slots: (R,) int32: for each row, the rank that it comes from, the token there,
             and the slot there.
         load: (E,) int64: how many assignments of all ranks go to each expert, for balance losses.
+        everyones: over several hosts, `topk_ids` of all ranks; None elsewhere, and in a graph.
     """
 
     group: Group
@@ -73,6 +74,7 @@ class Routing:
     rows: torch.Tensor
     slots: torch.Tensor
     load: torch.Tensor = field(repr=False)
+    everyones: torch.Tensor | None = field(default=None, repr=False)
 
     @property
     def top_k(self) -> int:
@@ -290,7 +292,8 @@ def routing_of(roster: Roster, capacity: int | None) -> Routing:
     group, tp, ids, tokens, experts = roster
     k, own = roster.top_k, experts[group.rank]
     firsts = [0, *accumulate(experts[::tp])]  # of each set of ranks with the same experts
-    everyones = all_gather(ids, group, sizes=tokens).reshape(-1)
+    gathered = all_gather(ids, group, sizes=tokens)
+    everyones = gathered.reshape(-1)
     load = _counted(everyones, firsts[-1])
     counted = [load[low:high].sum() for low, high in pairwise(firsts)]
     room = _room(counted, len(everyones), capacity, group.rank // tp)
@@ -311,7 +314,7 @@ def routing_of(roster: Roster, capacity: int | None) -> Routing:
     slots = slot - starts[ranks] * k
     return Routing(
         group, tp, ids, tokens, experts, counts, counts.sum(0).cumsum(0).int(), ranks.int(),
-        (slots // k).int(), slots.int(), load,
+        (slots // k).int(), slots.int(), load, gathered if group.hosts else None,
     )  # fmt: skip
 
 

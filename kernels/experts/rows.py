@@ -187,19 +187,28 @@ def to_experts(x: torch.Tensor, routing: Routing, quantize: bool = False) -> tor
     return torch.nn.functional.pad(result, (0, 0, 0, beyond)) if beyond else result
 
 
+def packed(x: torch.Tensor) -> torch.Tensor:
+    """x (T, K) in fp8 and its scales, as bytes (T, K + 4)."""
+    narrow, scales = quantized(x, magnitudes(x))
+    of_scales = scales.reshape(-1).view(torch.uint8).view(len(x), 4)
+    return torch.cat([narrow.view(torch.uint8), of_scales], 1)
+
+
+def unpacked(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The reverse: what has come of rows."""
+    parts = rows.split([rows.shape[1] - 4, 4], 1)
+    bits, scales = (each.clone(memory_format=torch.contiguous_format) for each in parts)
+    made: torch.Tensor = bits.view(FP8).float() * scales.view(torch.float32)
+    return made.to(dtype)
+
+
 class _QuantizedRows(torch.autograd.Function):
     """`to_experts` in fp8, whose gradient passes by the rounding."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         ctx.routing = routing
-        narrow, scales = quantized(x, magnitudes(x))
-        of_scales = scales.reshape(-1).view(torch.uint8).view(len(x), 4)
-        rows = to_experts(torch.cat([narrow.view(torch.uint8), of_scales], 1), routing)
-        parts = rows.split([x.shape[1], 4], 1)
-        bits, scales = (each.clone(memory_format=torch.contiguous_format) for each in parts)
-        made: torch.Tensor = bits.view(FP8).float() * scales.view(torch.float32)
-        return made.to(x.dtype)
+        return unpacked(to_experts(packed(x), routing), x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:

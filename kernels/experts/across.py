@@ -1,0 +1,319 @@
+"""Dispatch and combine over several hosts, on CPUs: the host engine inside each, twice.
+
+A token crosses to each other host of which an expert is asked for, once, whatever k is: to its
+rank's counterpart there (its rail), which shares it inside like a token of its own. What a host
+makes of it is added up there, and crosses back once:
+
+    host 0                          host 1
+    rank 0: x_0 --------------------> rank 2 | held (n, K) = the x_0[t] of which host 1 has experts
+            near: tokens of host 0           | far: the host engine on what its ranks hold
+            on host 0's experts              v
+    rank 0: y_0 <-------------------- rank 2   sums (n, H) of host 1's experts, weighted
+
+Near rows are made while tokens cross, and what goes back crosses while near ones are made. The
+rows of both stand in the order of `routing`. Results are added up in fp32 in the order of j inside
+each host, rounded to the wire once a host, and then in the order of the hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+
+from weft.collectives import all_gather, process_groups
+from weft.collectives.hosts import naming
+from weft.collectives.ranks.chunks import offsets
+from weft.collectives.topology import here, inside_of
+from weft.kernels.engine.epilogues import keeps_sums
+from weft.kernels.engine.local_matmul import sum_dtype
+from weft.kernels.experts import host
+from weft.kernels.experts.calls import CombineCall, DispatchCall, DispatchMade
+from weft.kernels.experts.routing import Roster, Routing, routing_of
+from weft.kernels.experts.rows import packed, unpacked
+
+Tensors = Sequence[torch.Tensor]
+_Call = TypeVar("_Call", DispatchCall, CombineCall)
+
+
+def refusal(routing: Roster | Routing) -> str:
+    """Why tokens cannot go host by host; empty if they can."""
+    tp, hosts = routing.tensor_parallel_size, routing.group.hosts
+    sets = [{rank // tp for rank in ranks} for ranks in hosts]
+    if sum(map(len, sets)) * tp > routing.group.world_size:
+        return "ranks that share experts are on several hosts"
+    return ""
+
+
+def crossings(H: int, k: int) -> float:
+    """To how many other hosts of H a token crosses on average, if k experts are drawn evenly."""
+    return (H - 1) * (1 - (1 - 1 / H) ** k)
+
+
+class Levels:
+    """A routing over several hosts: who crosses, and the routings inside this rank's host.
+
+    Attributes:
+        near, far: of the tokens of this host's ranks, and of those of other hosts that each of its
+            ranks holds; of the experts of this host both.
+        receives: how many tokens of each rank are held here.
+        sent: this rank's tokens that cross, by the rank that they go to.
+        at_near, at_far: where the rows of both stand among those of the whole routing.
+    """
+
+    def __init__(self, routing: Routing) -> None:
+        self.group, tp = routing.group, routing.tensor_parallel_size
+        group, hosts, ours = self.group, self.group.hosts, here(self.group)
+        self._host, W = hosts.index(ours), group.world_size
+        everyones = routing.everyones
+        if everyones is None:
+            everyones = all_gather(routing.topk_ids, group, sizes=routing.tokens)
+        by_rank = everyones.split(routing.tokens)
+        tables = [_numbers(routing, ranks) for ranks in hosts]
+        at = {rank: place for ranks in hosts for place, rank in enumerate(ranks)}
+        rails = [ours[at[rank] % len(ours)] for rank in range(W)]  # here, of ranks elsewhere
+        # What each of this host's ranks holds, source by source.
+        held: dict[int, list[torch.Tensor]] = {rank: [] for rank in ours}
+        self.receives = [0] * W
+        for source, ids in enumerate(by_rank):
+            if source not in ours:
+                wanted = tables[self._host][ids.long()]
+                wanted = wanted[(wanted >= 0).any(1)]
+                held[rails[source]].append(wanted)
+                if rails[source] == group.rank:
+                    self.receives[source] = len(wanted)
+        self._sends, sent = [0] * W, [torch.empty(0, dtype=torch.int64)] * W
+        for number, theirs in enumerate(hosts):
+            if number != self._host:
+                to = theirs[at[group.rank] % len(theirs)]
+                sent[to] = (tables[number][routing.topk_ids.long()] >= 0).any(1).nonzero()[:, 0]
+                self._sends[to] = len(sent[to])
+        self.sent = torch.cat(sent)
+        inside, experts = inside_of(group), [routing.experts[rank] for rank in ours]
+        own = tables[self._host][routing.topk_ids.long()]
+        tokens = [routing.tokens[rank] for rank in ours]
+        near = Roster(inside, tp, own, tokens, experts)
+        foreign = torch.cat([own[:0], *held[group.rank]])
+        far = Roster(inside, tp, foreign, [sum(map(len, held[rank])) for rank in ours], experts)
+        with self.naming("routing of tokens to experts"):
+            self.near, self.far = routing_of(near, None), routing_of(far, None)
+        ranks = routing.ranks.long()
+        is_near = torch.isin(ranks, torch.tensor(ours))
+        self.at_near, at_far = is_near.nonzero()[:, 0], (~is_near).nonzero()[:, 0]
+        # Of one expert, rows that one rank holds are in the same order here and there.
+        expert = torch.repeat_interleave(routing.counts.sum(0))
+        order = expert[at_far] * W + torch.tensor(rails)[ranks[at_far]]
+        self.at_far = at_far[order.argsort(stable=True)]
+
+    def near_of(self, call: _Call) -> _Call:
+        """The call inside this host, of its own tokens."""
+        return call._replace(routing=self.near, engine="host")
+
+    def far_of(self, call: _Call) -> _Call:
+        """The call inside this host, of those of other hosts, which are rounded already."""
+        if isinstance(call, DispatchCall):
+            call = call._replace(quantize=None)
+        return call._replace(routing=self.far, engine="host")
+
+    def naming(self, op: str) -> AbstractContextManager[None]:
+        """`hosts.naming` of the whole group."""
+        return naming(self.group, op)
+
+    def out(self, x: torch.Tensor, op: str) -> _OnTheWay:
+        """This rank's x (T, ..), to the ranks that hold its tokens: (n, ..) of those held here."""
+        rows = x.index_select(0, self.sent)
+        return _OnTheWay(self, rows, self.receives, self._sends, op)
+
+    def back(self, sums: torch.Tensor, op: str) -> _OnTheWay:
+        """Of tokens held here, their sums (n, ..), to where they are from."""
+        return _OnTheWay(self, sums, self._sends, self.receives, op)
+
+    def added(self, own: torch.Tensor, way: _OnTheWay, dtype: torch.dtype) -> torch.Tensor:
+        """Of this rank's tokens, its own host's sums and those that have come `back`, host by host
+        in their order, as `dtype`.
+        """
+        came, tokens = way.come().split(self._sends), self.sent.split(self._sends)
+        total = torch.zeros(own.shape, dtype=sum_dtype(own), device=own.device)
+        for number, theirs in enumerate(self.group.hosts):
+            if number == self._host:
+                total += own
+            else:
+                for rank in theirs:
+                    total.index_add_(0, tokens[rank], came[rank].to(total.dtype))
+        return total.to(dtype)
+
+    def apart(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of the whole routing, as those of `near` and of `far`."""
+        return x.index_select(0, self.at_near), x.index_select(0, self.at_far)
+
+    def all_apart(self, xs: Tensors) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """`apart` of several."""
+        parts = [*map(self.apart, xs)]
+        return [near for near, _ in parts], [far for _, far in parts]
+
+    def together(self, near: torch.Tensor, far: torch.Tensor) -> torch.Tensor:
+        """The reverse."""
+        whole = near.new_empty(len(near) + len(far), *near.shape[1:])
+        whole.index_copy_(0, self.at_near, near)
+        return whole.index_copy_(0, self.at_far, far)
+
+
+class _OnTheWay:
+    """Rows on their way between hosts."""
+
+    def __init__(
+        self, levels: Levels, rows: torch.Tensor, receives: list[int], sends: list[int], op: str
+    ) -> None:
+        self._group, self._op, self._rows = levels.group, op, rows.contiguous()
+        self._came = rows.new_empty(sum(receives), *rows.shape[1:])
+        args = self._came, self._rows, receives, sends
+        self._work = process_groups.exchange_begun(*args, levels.group)
+
+    def come(self) -> torch.Tensor:
+        """They, once they are here."""
+        process_groups.wait(self._work, self._group, self._came, self._op)
+        return self._came
+
+
+_levels: WeakKeyDictionary[Routing, Levels] = WeakKeyDictionary()
+
+
+def _levels_of(routing: Routing) -> Levels:
+    """Made once for a routing. Collective the first time."""
+    if (found := _levels.get(routing)) is None:
+        found = _levels[routing] = Levels(routing)
+    return found
+
+
+def _numbers(routing: Routing, ranks: Sequence[int]) -> torch.Tensor:
+    """Of each expert, and of -1 behind them, its number among those of a host's ranks, or -1."""
+    tp, experts = routing.tensor_parallel_size, routing.experts
+    firsts, own = offsets(experts[::tp]), 0
+    table = torch.full((sum(experts[::tp]) + 1,), -1, dtype=torch.int32)
+    for rank in ranks[::tp]:
+        first, count = firsts[rank // tp], experts[rank]
+        table[first : first + count] = torch.arange(own, own + count, dtype=torch.int32)
+        own += count
+    return table
+
+
+def _tokens(levels: Levels, x: torch.Tensor, call: DispatchCall, op: str) -> _OnTheWay:
+    return levels.out(packed(x) if call.quantize else x, op)
+
+
+def _come(way: _OnTheWay, x: torch.Tensor, call: DispatchCall) -> torch.Tensor:
+    return unpacked(way.come(), x.dtype) if call.quantize else way.come()
+
+
+def dispatch_forward(
+    call: DispatchCall, x: torch.Tensor, weights: Tensors, keep: bool, grads: bool
+) -> DispatchMade:
+    levels, op = _levels_of(call.routing), "dispatch_grouped_matmul"
+    way = _tokens(levels, x, call, op)
+    with levels.naming(op):
+        near = host.dispatch_forward(levels.near_of(call), x, weights, keep, grads)
+    held = _come(way, x, call)
+    with levels.naming(op):
+        far = host.dispatch_forward(levels.far_of(call), held, weights, keep, grads)
+    hs = [*map(levels.together, near.hs, far.hs)]
+    if near.rows is not None and far.rows is not None:
+        rows, again = levels.together(near.rows, far.rows), []
+    else:  # they are shared once more for the gradients of the weights
+        rows, again = None, [held] if grads and weights else []
+    if keeps_sums(call.activation):
+        kept = [*map(levels.together, near.kept, far.kept)]
+    else:
+        kept = hs if near.kept else []
+    return DispatchMade(hs, rows, [*kept, *again])
+
+
+def dispatch_backward(
+    call: DispatchCall,
+    x: torch.Tensor,
+    weights: Tensors,
+    rows: torch.Tensor | None,
+    dhs: Tensors,
+    kept: Tensors,
+    needs_x: bool,
+    needs_w: Sequence[bool],
+) -> list[torch.Tensor | None]:
+    levels, op = _levels_of(call.routing), "dispatch_grouped_matmul backward"
+    count = len(weights) if keeps_sums(call.activation) else len(dhs) if call.activation else 0
+    kept, again = kept[:count], kept[count:]
+    held = x.new_empty(sum(levels.receives), x.shape[1])
+    if again:
+        (held,) = again
+    elif any(needs_w) and rows is None:  # in a graph
+        held = _come(_tokens(levels, x, call, op), x, call)
+    near_rows, far_rows = (None, None) if rows is None else levels.apart(rows)
+    near_dhs, far_dhs = levels.all_apart(dhs)
+    near_kept, far_kept = levels.all_apart(kept)
+    needs, wide, way = (needs_x, needs_w), sum_dtype(x), None
+    with levels.naming(op):
+        dheld, *far = host.dispatch_backward(
+            levels.far_of(call), held, weights, far_rows, far_dhs, far_kept, *needs, sum_as=wide
+        )
+    if dheld is not None:
+        way = levels.back(dheld.to(call.routing.wire(x)), op)
+    with levels.naming(op):
+        dx, *near = host.dispatch_backward(
+            levels.near_of(call), x, weights, near_rows, near_dhs, near_kept, *needs, sum_as=wide
+        )
+    if dx is not None and way is not None:
+        dx = levels.added(dx, way, x.dtype)
+    return [dx, *map(_both, near, far)]
+
+
+def combine_forward(
+    call: CombineCall, h: torch.Tensor, w: torch.Tensor | None, weights: torch.Tensor | None
+) -> torch.Tensor:
+    levels, op, wide = _levels_of(call.routing), "grouped_matmul_combine", sum_dtype(h)
+    near_h, far_h = levels.apart(h)
+    held = None if weights is None else levels.out(weights, op).come()
+    with levels.naming(op):
+        held = _masked(held, levels.far)
+        sums = host.combine_forward(levels.far_of(call), far_h, w, held, sum_as=wide)
+    way = levels.back(sums.to(call.wire), op)
+    with levels.naming(op):
+        own = _masked(weights, levels.near)
+        y = host.combine_forward(levels.near_of(call), near_h, w, own, sum_as=wide)
+    return levels.added(y, way, h.dtype)
+
+
+def _masked(weights: torch.Tensor | None, routing: Routing) -> torch.Tensor | None:
+    """0 for experts of other hosts: nothing times an infinite weight would be NaN."""
+    return None if weights is None else weights.masked_fill(routing.topk_ids < 0, 0)
+
+
+def combine_backward(
+    call: CombineCall,
+    h: torch.Tensor,
+    w: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    dy: torch.Tensor,
+    needs: Sequence[bool],
+) -> list[torch.Tensor | None]:
+    levels, op = _levels_of(call.routing), "grouped_matmul_combine backward"
+    way = levels.out(dy, op)
+    of_weights = None if weights is None else levels.out(weights, op)
+    near_h, far_h = levels.apart(h)
+    with levels.naming(op):
+        near = host.combine_backward(levels.near_of(call), near_h, w, weights, dy, needs)
+    dheld = way.come()
+    held = None if of_weights is None else of_weights.come()
+    with levels.naming(op):
+        far = host.combine_backward(levels.far_of(call), far_h, w, held, dheld, needs)
+    dh = levels.together(near[0], far[0]) if near[0] is not None and far[0] is not None else None
+    dweights = near[2]
+    if dweights is not None and far[2] is not None:
+        # Of each slot, one host's term is not 0.
+        dweights = levels.added(dweights, levels.back(far[2], op), dweights.dtype)
+    return [dh, _both(near[1], far[1]), dweights]
+
+
+def _both(near: torch.Tensor | None, far: torch.Tensor | None) -> torch.Tensor | None:
+    """The gradient of a weight, by the rows of both."""
+    return None if near is None or far is None else near.add_(far)
