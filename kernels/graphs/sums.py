@@ -24,6 +24,7 @@ from weft.kernels.engine.fp8 import FP8
 from weft.kernels.graphs.building import Builder, erase
 from weft.kernels.graphs.chains import (
     aten,
+    forget_in_place,
     is_call,
     is_cast,
     is_reshape,
@@ -75,7 +76,7 @@ def reduce(graph: Graph, node: Node) -> Outcome:
     assert isinstance(given, Node) and isinstance(op, str) and isinstance(group, str)
     arrived = waited(node)
     if arrived is not None:
-        _forget_in_place(given, arrived)
+        forget_in_place(given, arrived)
         if normalize(graph, node, arrived):
             return "all_reduce_residual_rms_norm", "the norm of its sum", True
     whole, factors = _unscaled(given)
@@ -267,11 +268,3 @@ def is_sum(node: Any) -> bool:
     values = [each.meta["val"] for each in (node, *node.args[:2]) if isinstance(each, Node)]
     same = {(str(value.shape), value.dtype) for value in values if hasattr(value, "dtype")}
     return len(values) == 3 and len(same) == 1
-
-
-def _forget_in_place(whole: Node, arrived: Node) -> None:
-    """A collective in place is traced as one that is not, and a copy to where its operand was."""
-    for user in list(whole.users):
-        if is_call(user, aten.copy.default) and user.args[:2] == (whole, arrived):
-            user.replace_all_uses_with(arrived)
-            user.graph.erase_node(user)
