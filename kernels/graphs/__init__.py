@@ -3,5 +3,6 @@
 May import `kernels.custom_ops` and what is below. Read `receipts` (what became of each collective),
 `chains` (what stands between a collective and its matmul), `building` (of nodes), `gathers` (and
 the matmuls behind them), `sums` (and the matmuls before them), `norms` (behind an all_reduce),
-`merging` (sums that are added up), `rewriting` (the pass), `backend` (torch.compile's way to it).
+`merging` (sums that are added up), `attention` (to keys that are gathered), `losses` (of sharded
+logits), `rewriting` (the pass), `backend` (torch.compile's way to it).
 """

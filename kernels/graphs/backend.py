@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule
 from weft.kernels.graphs.receipts import Receipts, keep
 from weft.kernels.graphs.rewriting import rewrite
 
-_HOOK = "post_grad_custom_pre_pass"
+_HOOKS = {"joint_custom_pre_pass": True, "post_grad_custom_pre_pass": False}
 
 
 class CompilePass(CustomGraphPass):
@@ -26,7 +26,11 @@ class CompilePass(CustomGraphPass):
 
     Example:
         >>> torch._inductor.config.post_grad_custom_pre_pass = weft.compile_pass
+        >>> torch._inductor.config.joint_custom_pre_pass = weft.compile_pass.joint
         >>> print(weft.compile_pass(graph_module))
+
+    Attributes:
+        joint: the same for graphs of a forward and its backward, which torch cuts afterwards.
     """
 
     def __init__(
@@ -34,6 +38,7 @@ class CompilePass(CustomGraphPass):
         strict: bool = False,
         told: Callable[[Receipts], None] | None = None,
         first: Sequence[Callable[[Graph], Any]] = (),
+        is_joint: bool = False,
     ) -> None:
         """Make a pass.
 
@@ -41,8 +46,11 @@ class CompilePass(CustomGraphPass):
             strict: as for `rewrite`.
             told: is given the receipts of each graph.
             first: passes that go before, on the same graph.
+            is_joint: whether graphs are those of a forward and its backward.
         """
         self.strict, self._told, self._first = strict, told, tuple(first)
+        self._is_joint = is_joint
+        self.joint = self if is_joint else CompilePass(strict, told, is_joint=True)
 
     def __call__(self, graph: Graph | GraphModule) -> Receipts:  # type: ignore[override]
         """`rewrite` the graph, in place.
@@ -53,7 +61,7 @@ class CompilePass(CustomGraphPass):
         module, graph = (graph, graph.graph) if isinstance(graph, GraphModule) else (None, graph)
         for each in self._first:
             each(graph)
-        receipts = rewrite(graph, strict=self.strict)
+        receipts = rewrite(graph, strict=self.strict, joint=self._is_joint)
         if self._told is not None:
             self._told(receipts)
         if module is not None:
@@ -62,7 +70,7 @@ class CompilePass(CustomGraphPass):
 
     def uuid(self) -> str:
         """Of what it does, for Inductor's cache of compiled graphs."""
-        found = hashlib.sha256(repr((self.strict, self._first)).encode())
+        found = hashlib.sha256(repr((self.strict, self._first, self._is_joint)).encode())
         for path in sorted(Path(__file__).parent.glob("*.py")):
             found.update(path.read_bytes())
         return found.hexdigest()
@@ -95,10 +103,12 @@ def compile_backend(
     def told(receipts: Receipts) -> None:
         keep(code, receipts)
 
-    others = patches.get(_HOOK, getattr(torch._inductor.config, _HOOK))
-    first = others if isinstance(others, Sequence) else [others] if others is not None else []
     # A graph that Inductor finds in its cache has been rewritten before, and has no receipts.
-    patches |= {_HOOK: CompilePass(strict, told, first), "fx_graph_cache": False}
+    patches["fx_graph_cache"] = False
+    for hook, is_joint in _HOOKS.items():
+        others = patches.get(hook, getattr(torch._inductor.config, hook))
+        first = others if isinstance(others, Sequence) else [others] if others is not None else []
+        patches[hook] = CompilePass(strict, told, first, is_joint)
     return cast(Callable[..., Any], compile_fx(model, inputs, config_patches=patches))
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, Node
 
 from weft.kernels.graphs.chains import COLLECTIVES, aten, is_call, is_reshape, shape
@@ -107,6 +110,18 @@ class Builder:
             new = self.call(aten.clone.default, new, memory_format=torch.contiguous_format)
         old.replace_all_uses_with(new)
 
+    def restride(self, old: Node, new: Node) -> None:
+        """`replace`, where dims of `old` may lie in memory in any order."""
+        given = old.meta["val"].stride()
+        steps: list[int] = [s if isinstance(s, int) else s.node.hint or 0 for s in given]
+        order = sorted(range(len(steps)), key=steps.__getitem__, reverse=True)
+        if order != sorted(order) and _strides(old) != _strides(new):
+            new = self.call(aten.permute.default, new, order)
+            new = self.call(aten.clone.default, new, memory_format=torch.contiguous_format)
+            back = [order.index(dim) for dim in range(len(order))]
+            new = self.call(aten.permute.default, new, back)
+        self.replace(old, new)
+
 
 def ancestors(nodes: Sequence[Node]) -> set[Node]:
     """These, and all that they need."""
@@ -118,6 +133,40 @@ def ancestors(nodes: Sequence[Node]) -> set[Node]:
             seen.add(node)
             left.extend(node.all_input_nodes)
     return seen
+
+
+def is_constant(needed: set[Node]) -> bool:
+    """Whether something is made of no data, given all that it needs."""
+    for node in needed:
+        target: Any = node.target
+        tags = getattr(target, "tags", [])
+        plain = getattr(target, "namespace", "") in ("aten", "prims") or target is operator.getitem
+        drawn = torch.Tag.nondeterministic_seeded in tags
+        if node.op != "get_attr" and (node.op != "call_function" or not plain or drawn):
+            return False
+    return True
+
+
+@contextmanager
+def evaluated(node: Node) -> Iterator[torch.Tensor | None]:
+    """The value of what is made of no data, on the CPU, to compute with; None of other nodes."""
+    needed = ancestors([node])
+    if not is_constant(needed):
+        yield None
+        return
+    values: dict[Node, Any] = {}
+    with unset_fake_temporarily(), torch.no_grad():
+        for each in node.graph.nodes:
+            if each not in needed:
+                continue
+            if each.op == "get_attr":
+                owner: Any = node.graph.owning_module
+                values[each] = operator.attrgetter(each.target)(owner).cpu()
+                continue
+            args, kwargs = torch.fx.map_arg((each.args, each.kwargs), values.__getitem__)
+            on_cpu = {"device": "cpu"} if "device" in kwargs else {}
+            values[each] = each.target(*args, **kwargs | on_cpu)
+        yield values[node]
 
 
 def erase(graph: Graph, node: Node) -> None:

@@ -84,6 +84,14 @@ def waited(collective: Node) -> Node | None:
     return users[0] if len(users) == 1 and is_call(users[0], c10d.wait_tensor.default) else None
 
 
+def forget_in_place(whole: Node, arrived: Node) -> None:
+    """A collective in place is traced as one that is not, and a copy to where its operand was."""
+    for user in list(whole.users):
+        if is_call(user, aten.copy.default) and user.args[:2] == (whole, arrived):
+            user.replace_all_uses_with(arrived)
+            user.graph.erase_node(user)
+
+
 def gathered_along(whole: Node, parts: int) -> tuple[Node, int]:
     """The gathered tensor and the dim along which it is: `whole` itself, or what it is joined to.
 
@@ -102,19 +110,24 @@ def gathered_along(whole: Node, parts: int) -> tuple[Node, int]:
 
 def scattered_along(source: Node, parts: int) -> tuple[Node, int]:
     """What is scattered and along which dim, given what is scattered along dim 0."""
-    if is_call(source, aten.cat.default) and _dim_of(source, 1) == 0 and len(source.users) == 1:
-        pieces = source.args[0]
-        assert isinstance(pieces, Sequence)
-        first = pieces[0]
-        split = (
-            first.args[0] if isinstance(first, Node) and is_call(first, operator.getitem) else None
-        )
-        if is_call(split, *_SPLITS) and isinstance(split, Node):
-            dim = _dim_of(split, 2)
-            if _pieces(split, dim, parts) == list(pieces) and dim > 0:
-                whole = split.args[0]
-                assert isinstance(whole, Node)
-                return whole, dim
+    if not is_call(source, aten.cat.default) or _dim_of(source, 1) or len(source.users) > 1:
+        return source, 0
+    pieces: Any = source.args[0]
+    cut = pieces[0].args[0] if is_call(pieces[0], operator.getitem, aten.slice.Tensor) else None
+    if isinstance(cut, Node) and is_call(cut, *_SPLITS):
+        dim = _dim_of(cut, 2)
+        if _pieces(cut, dim, parts) == list(pieces) and dim > 0:
+            return cut.all_input_nodes[0], dim
+    elif is_call(pieces[0], aten.slice.Tensor) and isinstance(cut, Node):
+        dim = _dim_of(pieces[0], 1)
+        length = shape(cut)[dim]
+        if isinstance(length, int) and length % parts == 0:
+            step = length // parts
+            even = [(cut, dim, i * step, (i + 1) * step) for i in range(parts)]
+            given = [(p.args[0], _dim_of(p, 1), *p.args[2:]) for p in pieces if len(p.args) > 1]
+            ends = [(*each[:3], min(each[3], length)) if len(each) == 4 else () for each in given]
+            if all(is_call(p, pieces[0].target) for p in pieces) and ends == even and dim > 0:
+                return cut, dim
     return source, 0
 
 

@@ -141,8 +141,11 @@ def _one(at: Builder, collectives: list[Any]) -> Node:
     if dim > 0:
         pieces = first.args[0].args[0]
         split = pieces[0].args[0]
-        parts = at.call(split.target, total, *split.args[1:], **split.kwargs)
-        cut = [at.call(operator.getitem, parts, i) for i in range(len(pieces))]
+        if is_call(pieces[0], operator.getitem):
+            parts = at.call(split.target, total, *split.args[1:], **split.kwargs)
+            cut = [at.call(operator.getitem, parts, i) for i in range(len(pieces))]
+        else:
+            cut = [at.call(piece.target, total, *piece.args[1:]) for piece in pieces]
         total = at.call(aten.cat.default, cut)
     made = at.call(first.target, total, *first.args[1:])
     made.meta["stack_trace"] = first.meta.get("stack_trace")

@@ -78,6 +78,12 @@ def shape_of(node: torch.fx.Node) -> tuple[str, ...]:
     return tuple(map(str, node.meta["val"].shape))
 
 
+def receipt_of(node: torch.fx.Node, fused: str, why: str) -> Receipt:
+    """Of a collective."""
+    size = shape_of(node.all_input_nodes[0])
+    return Receipt(collective_of(node), size, fused, why, line_of(node))
+
+
 # By the code that torch has compiled: the receipts of its graphs, forward and backward.
 _kept: weakref.WeakKeyDictionary[CodeType, list[Receipts]] = weakref.WeakKeyDictionary()
 

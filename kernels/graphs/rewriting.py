@@ -4,6 +4,8 @@
     mm, + mm, .. -> [reshape] -> [split, cat] -> reduce_scatter    in `sums`
     mm -> [reshape] -> all_reduce -> [add -> norm]                 in `sums`, `norms`
     several of these sums that are only added up                   in `merging`
+    all_gather -> SDPA, and its gradient -> reduce_scatter         in `attention`
+    the three all_reduces of a cross-entropy                       in `losses`
 
 It works on graphs of aten ops after autograd, forward and backward alike: the gradient of a matmul
 whose result was scattered is a matmul of what is gathered, and stands in the graph as one. What the
@@ -15,15 +17,18 @@ The engine of a fused op is chosen when it runs, as in eager calls.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch.fx import Graph, Node
 
 from weft.errors import WeftError
+from weft.kernels.graphs.attention import attend
 from weft.kernels.graphs.chains import c10d, once
 from weft.kernels.graphs.gathers import gather
+from weft.kernels.graphs.losses import exchange
 from weft.kernels.graphs.merging import merge
-from weft.kernels.graphs.receipts import Receipt, Receipts, collective_of, line_of, shape_of
+from weft.kernels.graphs.receipts import Receipt, Receipts, collective_of, receipt_of
 from weft.kernels.graphs.sums import Outcome, reduce, scatter
 
 
@@ -31,28 +36,35 @@ class MissedFusionError(WeftError):
     """A collective beside a matmul was not fused, and `strict` was asked for."""
 
 
-def rewrite(graph: Graph, *, strict: bool = False) -> Receipts:
+def rewrite(graph: Graph, *, strict: bool = False, joint: bool = False) -> Receipts:
     """Put fused ops in the place of collectives and matmuls, in place.
 
     Args:
         graph: of aten ops, whose nodes have fake tensors as `meta["val"]`.
+        joint: whether it is a forward and its backward that are still to be cut: only what must be
+            rewritten in both at once is, and told of.
         strict: whether a collective that stays, though a matmul makes or takes what it moves, is an
             error.
 
     Raises:
         MissedFusionError: `strict`, and there is one; all others have been rewritten.
     """
-    found: list[Receipt] = []
     missed: list[Receipt] = []
+    found, beside_attention = attend(graph)
+    if joint:
+        return Receipts(found)
+    found += exchange(graph)
     gathered, summed = once(graph), merge(graph)
     for node in list(graph.nodes):
         if node._erased or not (name := collective_of(node)):
             continue
-        told, size = line_of(node), shape_of(node.all_input_nodes[0])
-        handler = _HANDLERS.get(node.target)
-        fused, why, beside = handler(graph, node) if handler else ("", "no op takes it", False)
-        receipt = Receipt(name, size, fused, why, told)
+        receipt, handler = receipt_of(node, "", "no op takes it"), _HANDLERS.get(node.target)
+        fused, why, beside = handler(graph, node) if handler else ("", receipt.why, False)
+        if not fused and node in beside_attention:
+            why, beside = beside_attention[node], True
+        receipt = replace(receipt, fused=fused, why=why)
         found.append(receipt)
+        size = receipt.shape
         for line in gathered.get(node, ()):
             instead = fused or "all_gather"
             found.append(Receipt(name, size, instead, "the same is gathered once", line))

@@ -6,9 +6,10 @@
     mm + mm + .. -> all_reduce     as before a reduce_scatter; then all_gather
 
 A bias that every rank adds divided by their number, as DTensor adds one that all of them have, is
-added once, and a factor is multiplied with the sum. Where the results are cast before, they are
-added up as they were made and cast afterwards, so that each sum is rounded once where the model
-rounds each rank's term; where they are cast to fewer bytes, these travel.
+added once; one of a rank's own, such as rank 0 alone adds, becomes a row of its weight, as the
+other ranks cannot know of it. A factor is multiplied with the sum. Where the results are cast
+before, they are added up as they were made and cast afterwards, so that each sum is rounded once
+where the model rounds each rank's term; where they are cast to fewer bytes, these travel.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from weft.kernels.engine.fp8 import FP8
 from weft.kernels.graphs.building import Builder, erase
 from weft.kernels.graphs.chains import (
     aten,
+    forget_in_place,
     is_call,
     is_cast,
     is_reshape,
@@ -59,10 +61,10 @@ def scatter(graph: Graph, node: Node) -> Outcome:
         return "", "it is scattered along the features", True
     at = Builder(graph, node)
     if len(terms) == 1:
-        made = _one(at, terms[0], whole, _ops.matmul_reduce_scatter.default, group, dim, op)
+        made = _one(at, node, terms[0], whole, _ops.matmul_reduce_scatter.default, group, dim, op)
         name, what = "matmul_reduce_scatter", "a matmul"
     else:
-        made = _several(at, terms, whole, group, dim, parts, op)
+        made = _several(at, node, terms, whole, dim)
         name, what = "all_gather_matmul_backward", counted(len(terms), "matmul")
     at.replace(arrived, _scaled(at, made, factors))
     erase(graph, arrived)
@@ -75,7 +77,7 @@ def reduce(graph: Graph, node: Node) -> Outcome:
     assert isinstance(given, Node) and isinstance(op, str) and isinstance(group, str)
     arrived = waited(node)
     if arrived is not None:
-        _forget_in_place(given, arrived)
+        forget_in_place(given, arrived)
         if normalize(graph, node, arrived):
             return "all_reduce_residual_rms_norm", "the norm of its sum", True
     whole, factors = _unscaled(given)
@@ -86,11 +88,11 @@ def reduce(graph: Graph, node: Node) -> Outcome:
         return "", refusal or _NOT_WAITED, bool(terms)
     at = Builder(graph, node)
     if len(terms) == 1:
-        made = _one(at, terms[0], whole, _ops.matmul_all_reduce.default, group, op)
+        made = _one(at, node, terms[0], whole, _ops.matmul_all_reduce.default, group, op)
         name, what = "matmul_all_reduce", "a matmul"
     else:
         parts = ranks_of(node)
-        made = _several(at, terms, terms[0], group, 0, parts, op)
+        made = _several(at, node, terms, terms[0], 0)
         made = at.call(_ops.all_gather.default, made, group, 0, [at.size(made, 0)] * parts)
         made = at.call(aten.reshape.default, made, at.sizes(whole))
         name = "all_gather_matmul_backward, all_gather"
@@ -135,9 +137,11 @@ def _scaled(at: Builder, made: Node, factors: list[Node]) -> Node:
     return made
 
 
-def _one(at: Builder, product: Node, whole: Node, target: Any, *rest: Any) -> Node:
+def _one(
+    at: Builder, collective: Node, product: Node, whole: Node, target: Any, *rest: Any
+) -> Node:
     """The op on what `product` multiplies."""
-    x, w = map(at.matrix, operands(product))
+    x, w, bias = _multiplied(at, collective, product)
     sent, dtype = whole.meta["val"].dtype, product.meta["val"].dtype
     wire = sent if sent.itemsize < dtype.itemsize else None
     scales = {}
@@ -147,7 +151,7 @@ def _one(at: Builder, product: Node, whole: Node, target: Any, *rest: Any) -> No
         rows = rows if rows.meta["val"].numel() == 1 else at.as_batch(rows, whole)
         scales = {"scale_a": rows, "scale_b": columns, "out_dtype": dtype}
     x = at.as_batch(x, whole)
-    return at.call(target, x, w, _bias(product), *rest, wire_dtype=wire, **scales)
+    return at.call(target, x, w, bias, *rest, wire_dtype=wire, **scales)
 
 
 def operands(product: Node) -> Any:
@@ -163,32 +167,47 @@ def is_plain(scaled: Node) -> bool:
     return both == {FP8} and given.get("bias") is None and given.get("scale_result") is None
 
 
-def _bias(product: Node) -> Any:
-    """The one that every rank has, of which each adds its share."""
-    share = product.args[0] if is_call(product, aten.addmm.default) else None
-    return share.args[0] if isinstance(share, Node) else None
+def _multiplied(at: Builder, collective: Node, product: Node) -> tuple[Node, Node, Any]:
+    """x and w as matrices, and the bias that every rank has and adds its share of."""
+    x, w = map(at.matrix, operands(product))
+    bias: Any = product.args[0] if is_call(product, aten.addmm.default) else None
+    if bias is None or _adds_share(product, collective):
+        return x, w, bias and bias.args[0]
+    # As many columns more as keep rows aligned.
+    value = x.meta["val"]
+    columns, like = 16 // value.element_size(), {"dtype": value.dtype, "device": value.device}
+    first = at.call(aten.full.default, [at.size(x, 0), 1], 1, **like)
+    ones = at.call(aten.constant_pad_nd.default, first, [0, columns - 1])
+    row = at.call(aten.unsqueeze.default, bias, 0)
+    rows = at.call(aten.constant_pad_nd.default, row, [0, 0, 0, columns - 1])
+    wide = at.call(aten.cat.default, [x, ones], 1)
+    return wide, at.call(aten.cat.default, [w, rows], 0), None
 
 
-def _adds_share(product: Node, op: str, parts: int) -> bool:
+def _adds_share(product: Node, collective: Node) -> bool:
     """Whether it adds a bias divided by the number of ranks, to be summed."""
     share = product.args[0]
     return bool(
-        op == "sum"
+        collective.args[1] == "sum"
         and is_call(share, aten.div.Tensor)
         and isinstance(share, Node)
-        and share.args[1] == parts
-        and len(shape(share)) == 1
-        and not product.kwargs
+        and share.args[1] == ranks_of(collective)
     )
 
 
-def _several(
-    at: Builder, products: list[Node], whole: Node, group: Any, dim: int, parts: int, op: str
-) -> Node:
+def _adds_row(product: Node) -> bool:
+    """Whether it adds no more than a bias of its columns."""
+    bias = product.args[0]
+    return isinstance(bias, Node) and len(shape(bias)) == 1 and not product.kwargs
+
+
+def _several(at: Builder, collective: Node, products: list[Node], whole: Node, dim: int) -> Node:
     """This rank's part, along `dim`, of the sum of the products of all ranks."""
-    dys, weights = [], []
+    op, group, parts = collective.args[1], collective.args[-1], ranks_of(collective)
+    dys, weights, biases = [], [], []
     for product in products:
-        x, w = map(at.matrix, operands(product))
+        x, w, bias = _multiplied(at, collective, product)
+        biases.append(bias)
         dys.append(at.as_batch(x, whole))
         weights.append(at.call(aten.permute.default, w, [1, 0]))
     sizes = at.sizes(whole)
@@ -205,7 +224,7 @@ def _several(
     )  # fmt: skip
     made = at.call(operator.getitem, made, 0)
     made = at.call(aten.div.Scalar, made, parts) if op == "avg" else made
-    for bias in filter(None, map(_bias, products)):
+    for bias in filter(None, biases):
         made = at.call(aten.add.Tensor, made, bias)
     return made
 
@@ -217,7 +236,6 @@ _NOT_WAITED = "its result is used before it is waited for"
 def terms_of(collective: Node, whole: Node) -> tuple[list[Node], str]:
     """The matmuls whose sum `whole` is, and why they cannot be fused, if so."""
     op: Any = collective.args[1]
-    parts = ranks_of(collective)
     terms: list[Node] = []
     refusals: list[str] = []
 
@@ -245,8 +263,8 @@ def terms_of(collective: Node, whole: Node) -> tuple[list[Node], str]:
     scaled = [term for term in terms if is_call(term, aten._scaled_mm.default)]
     if op not in ("sum", "avg"):
         refusals.insert(0, f"a matmul cannot be fused with {op!r}")
-    elif any(is_call(t, aten.addmm.default) and not _adds_share(t, op, parts) for t in terms):
-        refusals.insert(0, "each rank adds a bias of its own")
+    elif any(is_call(t, aten.addmm.default) and not _adds_row(t) for t in terms):
+        refusals.insert(0, "each rank adds a matrix of its own")
     elif scaled and (len(terms) > 1 or not all(map(is_plain, scaled))):
         refusals.insert(0, "of scaled products, one of e4m3 without a bias is fused")
     elif others:
@@ -267,11 +285,3 @@ def is_sum(node: Any) -> bool:
     values = [each.meta["val"] for each in (node, *node.args[:2]) if isinstance(each, Node)]
     same = {(str(value.shape), value.dtype) for value in values if hasattr(value, "dtype")}
     return len(values) == 3 and len(same) == 1
-
-
-def _forget_in_place(whole: Node, arrived: Node) -> None:
-    """A collective in place is traced as one that is not, and a copy to where its operand was."""
-    for user in list(whole.users):
-        if is_call(user, aten.copy.default) and user.args[:2] == (whole, arrived):
-            user.replace_all_uses_with(arrived)
-            user.graph.erase_node(user)
