@@ -31,7 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import weft
 from weft.bench.host import driver, measure
 from weft.bench.host.calls import CALLS
-from weft.collectives.device.launches import _LOOKS, Repeated, launching, layouts_of, temporary
+from weft.collectives.device.launches import LOOKS, Repeated, launching, layouts_of, temporary
 from weft.collectives.memory import exchange, repeatable
 from weft.collectives.memory.repeatable import Straight
 from weft.collectives.memory.workspace import Workspace, workspaces
@@ -176,7 +176,7 @@ def uncapturable(name: str, launches: int) -> str:
         made = launched(lambda: run(measure.RANK))
     if len(made) != launches:
         return f"{len(made)} launches"
-    return ", ".join(sorted(ops.found - _LOOKS - QUEUED))
+    return ", ".join(sorted(ops.found - LOOKS - QUEUED))
 
 
 @triton.jit

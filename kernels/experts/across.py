@@ -174,7 +174,7 @@ class _OnTheWay:
 
     def come(self) -> torch.Tensor:
         """They, once they are here."""
-        process_groups.wait(self._work, self._group, self._came, self._op)
+        process_groups.wait_for_result(self._work, self._group, self._came, self._op)
         return self._came
 
 
