@@ -28,6 +28,45 @@ class Outputs(NamedTuple):
 
 
 @triton.jit
+def times_rows(acc, scale_ptrs, inside_m):
+    """acc with each row multiplied by the fp32 scale it has a pointer to, if there are any."""
+    if scale_ptrs is not None:
+        acc *= tl.load(scale_ptrs, mask=inside_m, other=0.0)[:, None]
+    return acc
+
+
+@triton.jit
+def _times_columns(acc, scales, start_n, N):
+    offs_n = start_n + tl.arange(0, acc.shape[1])
+    factors = tl.load(scales.ptr + offs_n.to(tl.int64) * scales.stride, mask=offs_n < N, other=0.0)
+    return acc * factors[None, :]
+
+
+@triton.jit
+def times_columns(acc, scales, start_n, N):
+    """acc with each column multiplied by its fp32 scale, if there are any."""
+    if scales.ptr is not None:
+        if acc.shape[1] > 128:
+            # For the reason in `halves`: a thread with a whole row would hold all scales too.
+            left, right = tiles.halves(acc)
+            left = _times_columns(left, scales, start_n, N)
+            acc = tiles.beside(left, _times_columns(right, scales, start_n + acc.shape[1] // 2, N))
+        else:
+            acc = _times_columns(acc, scales, start_n, N)
+    return acc
+
+
+@triton.jit
+def with_bias(acc, bias_ptr, start_n, N):
+    """acc + bias[columns of the tile], if there is one."""
+    if bias_ptr is not None:
+        offs_n = start_n + tl.arange(0, acc.shape[1])
+        bias = tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0)
+        acc += bias.to(tl.float32)[None, :]
+    return acc
+
+
+@triton.jit
 def finish_tile(
     out,  # Outputs
     acc,  # (BLOCK_M, ..) fp32 sums of the weight
@@ -71,9 +110,9 @@ def _finish(out, acc, second, rows, start_n, N, WEIGHT: tl.constexpr, ACTIVATION
 def _argument(out, acc, rows, start_n, N, WEIGHT: tl.constexpr):
     """acc * scales + bias, stored if it is wanted."""
     if out.column_scales[WEIGHT].ptr is not None:  # then rows have scales, too
-        acc = tiles.times_rows(acc, rows.scales, rows.inside)
-        acc = tiles.times_columns(acc, out.column_scales[WEIGHT], start_n, N)
-    acc = tiles.with_bias(acc, out.biases[WEIGHT], start_n, N)
+        acc = times_rows(acc, rows.scales, rows.inside)
+        acc = times_columns(acc, out.column_scales[WEIGHT], start_n, N)
+    acc = with_bias(acc, out.biases[WEIGHT], start_n, N)
     if out.sums is not None:
         tiles.store_rows(out.sums[WEIGHT], acc, rows.numbers, rows.inside, start_n, N, N, 1)
     return acc

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from weft.collectives import Workspace
 from weft.collectives.device import signals
-from weft.kernels.device import partial_sums, splits, tiles
+from weft.kernels.device import outputs, partial_sums, splits, tiles
 from weft.kernels.device.operands import contiguous, described, matrix, scales_of
 from weft.kernels.device.partial_sums import Wire, wire_of
 from weft.kernels.engine.chips import Tiling
@@ -122,8 +122,8 @@ def tile_product(
         )  # fmt: skip
     if terms.row_scales.ptr is not None:
         scales = terms.row_scales.ptr + rows.to(tl.int64) * terms.row_scales.stride
-        acc = tiles.times_rows(acc, scales, rows >= 0)
-    return tiles.times_columns(acc, terms.column_scales, start_n, N)
+        acc = outputs.times_rows(acc, scales, rows >= 0)
+    return outputs.times_columns(acc, terms.column_scales, start_n, N)
 
 
 @triton.jit
@@ -170,7 +170,7 @@ def collect(
 @triton.jit
 def _finished(total, finish, rows, inside_m, start_n, N):
     """scale * total + bias + residual, in fp32."""
-    total = tiles.with_bias(total * finish.scale, finish.bias, start_n, N)
+    total = outputs.with_bias(total * finish.scale, finish.bias, start_n, N)
     if finish.residual is not None:
         offs_n = start_n + tl.arange(0, total.shape[1])
         inside = inside_m[:, None] & (offs_n[None, :] < N)
