@@ -34,7 +34,7 @@ from weft.collectives.device import launches
 from weft.collectives.device.launches import LOOKS, KeptCall, under_way
 from weft.collectives.memory.exchange import agree
 from weft.collectives.memory.workspace import OneCall, Workspace
-from weft.collectives.ranks import caches
+from weft.collectives.ranks.caches import KeptDict
 from weft.collectives.ranks.flight import Call
 from weft.collectives.ranks.group import Group, kept_by_group, resolve
 from weft.collectives.ranks.reports import check_all
@@ -47,13 +47,11 @@ _PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype))
 _count_modes = torch._C._len_torch_dispatch_stack
 _transformed = torch._C._are_functorch_transforms_active
 _TRIES = 3  # of watching
-_MOST = 4096
 _OTHERWISE = object()
 
 # By key: how a call is made straight; None if that cannot be; how often it has been made.
-straight: dict[tuple[Hashable, ...], Straight | int | None] = {}
+straight = KeptDict[tuple[Hashable, ...], "Straight | int | None"](4096, f"{__name__}.straight")
 kept_by_group.append(straight)
-caches.register(f"{__name__}.straight", straight, _MOST)
 
 
 class _View(NamedTuple):
@@ -276,8 +274,6 @@ def repeatable(op: Callable[_P, _R]) -> Callable[_P, _R]:
             return op(*args, **kwargs)
         if known == 0:
             results = op(*args, **kwargs)
-            if len(straight) >= _MOST:
-                straight.clear()
             straight[key] = 1
             return results
         watched, before = _Watched(), group.calls.position
