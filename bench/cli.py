@@ -112,6 +112,10 @@ def _run(given: list[str]) -> int:
             from weft.bench.suites import ops
 
             print(ops.verdict(result.cases))
+        if result.suite == "plan":
+            from weft.bench.suites import plan
+
+            print(plan.verdict(result.cases))
 
     command = shlex.join(["weft", "bench", *given])
     results = runner.run(wanted, options, command=command, on_result=show)

@@ -18,7 +18,7 @@ from typing import Any
 from tools import scaling_plot, scaling_tables
 from weft import settings, sim
 from weft.bench import shapes
-from weft.bench.blocks.virtual import call, share_of, timeline_of
+from weft.bench.blocks.virtual import call, layer_timeline, share_of, timeline_of
 from weft.bench.published.predict import predict
 from weft.bench.published.rows import SHIPPED, op_words, read
 from weft.bench.rows import Result
@@ -40,6 +40,7 @@ OPS = {
     "matmul_all_reduce": (1, 16, 32, 64, 128, 256, 512),
 }
 
+_LAYER_ROWS = 2048  # of the picture
 _ENGINES: tuple[settings.Engine, ...] = ("triton", "host", "generic")
 
 
@@ -257,9 +258,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--stores", action="store_true", help="try slower stores to peers, and keep that as well"
     )
+    parser.add_argument(
+        "--layer", type=Path, metavar="PICTURE", help="draw the page's layer over time, no rows"
+    )
     parser.add_argument("--no-run", action="store_true", help="only from rows that are kept")
     args = parser.parse_args(argv)
     machines = [named(name) for name in args.hardware.split(",")]
+    if args.layer:
+        model = MODELS["Llama-3 8B"]
+        layer = layer_timeline(_LAYER_ROWS, model.hidden, model.ffn, args.ranks, machines[0])
+        layer.save_plot(args.layer, ranks=(0,))
+        return 0
     kept = {row.key: row for row in load(args.keep)}
     given = args.rows and tuple(map(int, args.rows.split(",")))
     wanted = [(M, op) for op in args.ops.split(",") for M in given or OPS[op]]

@@ -47,3 +47,26 @@ def timeline_of(
     )  # fmt: skip
     assert results.timeline is not None  # hardware was given
     return results.timeline
+
+
+def layer_timeline(
+    tokens: int, hidden: int, ffn: int, ranks: int, hardware: Hardware | str
+) -> Timeline:
+    """The timeline of a feed-forward layer by the fused kernels: its input rows are gathered while
+    they are multiplied, its results scattered while they are summed. Ranks have equal shares.
+    """
+    from weft import sim
+
+    def body(rank: int) -> None:
+        x = torch.empty(tokens // ranks, hidden, dtype=torch.bfloat16)
+        up = torch.empty(hidden, ffn // ranks, dtype=x.dtype)
+        with settings.engine("triton"):
+            sizes = [len(x)] * ranks
+            inner = weft.all_gather_matmul(x, up, sizes=sizes, activation="silu")
+            weft.matmul_reduce_scatter(inner, torch.empty(ffn // ranks, hidden, dtype=x.dtype))
+
+    results = sim.run(
+        ranks, body, hardware=hardware, numerics=False, timeout=24 * 3600, symmetric=True
+    )
+    assert results.timeline is not None  # hardware was given
+    return results.timeline

@@ -3,7 +3,8 @@
 All ranks try the same launches in the same order, and the slowest rank's time counts. The table
 then takes precedence over the heuristics, on every rank that reads it: see
 `weft.kernels.engine.tuning`. On a CPU the kernels are interpreted: the protocol is the same, the
-times mean nothing.
+times mean nothing. With --hardware no rank runs: launches in bf16 are played in virtual time, into
+a table of their own, which comes after the measured one.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ import torch
 from weft import settings
 from weft.bench import shapes
 from weft.bench.cli import add_machine_options, machine_options
+from weft.bench.commands import modelled_launches
 from weft.bench.measure import TimedRanks
 from weft.bench.problem import Options, Spec
 from weft.bench.suites import ops
 from weft.cli import Parser, at_least, make_folder
+from weft.collectives.prices.hardware import named
 from weft.kernels.engine import tuning
 from weft.kernels.engine.chips import chip_of
 from weft.launch import launch
@@ -66,6 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="DIR",
         help="folder of the table ($WEFT_TUNED, else weft's own)",
     )
+    parser.add_argument(
+        "--hardware", metavar="PRESETS", help="of one chip, as h100,h200: by virtual time instead"
+    )
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     options = replace(
         machine_options(args, parser),
@@ -75,9 +81,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         specs = [spec for spec in ops.cases(options) if spec.params["op"] in args.ops]
+        machines = [named(name) for name in (args.hardware or "").split(",") if name]
+        chip = modelled_launches.chip_of_all(machines).name if machines else ""
         make_folder(args.out)
     except ValueError as error:
         parser.error(str(error))
+    if machines:
+        path, kept = tuning.path_of(args.out, chip, modelled=True), 0
+        for entry in modelled_launches.entries(specs, options.ranks, machines, print):
+            tuning.write(path, chip, [entry])
+            kept += 1
+        print(f"{path}: {kept} entries more, of {len(specs)} problems")
+        return 0
     found = launch(
         options.ranks,
         _rank_main,
@@ -91,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chip, entries = found[0]
     if any(other != found[0] for other in found):
         raise RuntimeError(f"ranks came to different tables: {found}")
-    path = args.out / f"{chip}.json"
+    path = tuning.path_of(args.out, chip)
     tuning.write(path, chip, entries)
     print(f"wrote {path}: {len(entries)} entries")
     return 0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from weft.bench.report.tables import table_of
 from weft.bench.rows import Case, Ratio, Result, geometric_mean
-from weft.bench.suites import ops
+from weft.bench.suites import ops, plan
 from weft.kernels.engine.tuning import OPS
 
 # What limits a case, as its reader can act on it.
@@ -26,6 +26,8 @@ def advice(result: Result) -> list[str]:
         for op in OPS:
             lines += _of_op(op, [c for c in result.cases if c.params.get("op") == op and c.timed])
         lines.append(str(ops.verdict(result.cases)))
+    if result.suite == "plan" and (told := plan.verdict(result.cases)):
+        lines.append(told)
     limits = Counter(case.bound_by for case in result.cases if case.bound_by)
     if limits:
         kinds = [f"{_LIMITS[name]} in {count}" for name, count in limits.most_common()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import matplotlib
 
@@ -14,9 +14,13 @@ from matplotlib import pyplot as plt
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
+from weft.bench.blocks.virtual import layer_timeline
 from weft.bench.report.advice import fusion_pays
 from weft.bench.report.tables import figure, unit_of, variants_of
 from weft.bench.rows import Case, Result, Timing
+
+if TYPE_CHECKING:
+    from weft.sim import Timeline
 
 CAPTIONS = {
     "time": "Time of each variant over the size of the problem, with the middle 80 % of the "
@@ -28,6 +32,8 @@ CAPTIONS = {
     "crossover": "Time of weft's generic engine / time of its best fused engine, over the rows M, "
     "with the interval of the median (95 %). Above 1 fusion pays; auto should change over where a "
     "line crosses 1.",
+    "timeline": "A feed-forward layer by weft's kernels, in virtual time: what each core of rank 0 "
+    "does. Above them the kernels; hatched in red is how much longer communication makes each.",
     "bars": "Time of each variant, a group a case, with the middle 80 % of the rounds; the line is "
     "the bound.",
 }
@@ -53,6 +59,9 @@ def draw(result: Result, folder: Path) -> list[Path]:
         drawn["map"] = _speedup_map(cases)
         drawn["crossover"] = _crossover(cases)
     paths = []
+    if layer := _layer(cases) if result.suite == "scaling" else None:
+        paths.append(folder / f"{result.suite}-timeline.png")
+        layer.save_plot(paths[-1], ranks=(0,))
     for kind, picture in drawn.items():
         if picture is None:
             continue
@@ -61,6 +70,16 @@ def draw(result: Result, folder: Path) -> list[Path]:
         picture.savefig(paths[-1], dpi=110)
         plt.close(picture)
     return paths
+
+
+def _layer(cases: Sequence[Case]) -> Timeline | None:
+    """The timeline of a layer of the first problem that the kernels have been run for, if any."""
+    for case in cases:
+        p = case.params
+        sizes = p["M"], p["N"], p["world_size"]
+        if "triton" in case.timed and not any(size % sizes[2] for size in sizes):
+            return layer_timeline(p["M"], p["K"], p["N"], p["world_size"], p["chip"])
+    return None
 
 
 def _by_op(cases: Sequence[Case]) -> dict[str, list[Case]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,7 @@ from torch import nn
 
 from weft.bench.blocks.tensor_parallel import mesh_of_ranks
 from weft.bench.problem import Call, Options, Prepared, Spec, arrived
+from weft.bench.rows import Case
 from weft.demo.data import standard_library
 from weft.demo.model import Llama, LlamaShape
 
@@ -96,6 +98,29 @@ def prepare(spec: Spec, options: Options) -> Prepared:
         main=_MAIN,
         peer=_PEER,
     )
+
+
+WANTED = 1.05  # of the best plan by hand
+
+
+def verdict(cases: Sequence[Case]) -> str:
+    """The plan against the best of those by hand, in the same rounds, with the medians' intervals
+    (95 %). Empty if no case has both."""
+    told, holds = [], True
+    for case in cases:
+        by_hand = {name: t.us for name, t in case.timed.items() if name != _MAIN}
+        if _MAIN not in case.timed or not by_hand:
+            continue
+        best = min(by_hand, key=lambda name: by_hand[name])
+        ratio = case.ratio(_MAIN, best)
+        assert ratio is not None
+        holds &= ratio.low <= WANTED
+        interval = f"{ratio.low:.2f} to {ratio.high:.2f}"
+        told.append(f"{ratio.median:.2f} ({interval}) of {best} in {case.name}")
+    if not told:
+        return ""
+    said = "holds" if holds else "DOES NOT HOLD"
+    return f"the plan takes {'; '.join(told)}. Wanted {WANTED:.2f} of the best by hand: {said}."
 
 
 def _model(shape: LlamaShape, experts: int, dtype: torch.dtype, device: str) -> nn.Module:

@@ -1,13 +1,15 @@
 """Tuned launches of the fused matmuls: tables of chips, used before heuristics, and their search.
 
-    kernels/tuned/<chip>.json     what `weft tune` writes; $WEFT_TUNED names another folder
+    kernels/tuned/<chip>.json           what `weft tune` measures; $WEFT_TUNED names another folder
+    kernels/tuned/<chip>.modelled.json  what `weft tune --hardware` plays in virtual time
         {"chip": "sm_90", "entries": [
           {"op": "all_gather_matmul", "M": 8192, "N": 3584, "K": 8192, "dtype": "bfloat16", "W": 8,
            "choice": {"tiling": {"block_m": 128, ...}}, ...}]}
 
-An entry holds for all M that round up to its power of two, and for its N, K, dtype and W alone. K
-is 0 for ops whose ranks may differ in it. The heuristic derives grids and workspaces from the
-tiles, whoever chose them, so that kernels can run any choice.
+A measured entry goes before a modelled one, and that before the heuristic. An entry holds for all M
+that round up to its power of two, and for its N, K, dtype and W alone. K is 0 for ops whose ranks
+may differ in it. The heuristic derives grids and workspaces from the tiles, whoever chose them, so
+that kernels can run any choice.
 
 Ranks must arrive at the same launch: the choice depends on what every rank knows, and on the table,
 which is read once. The search involves all ranks as well: the same candidates in the same order,
@@ -103,14 +105,23 @@ def folder() -> Path:
     return Path(settings.tuned() or OWN_FOLDER)
 
 
+def path_of(where: Path, chip: str, *, modelled: bool = False) -> Path:
+    """The file of a chip's table: of what was measured, or of what was played in virtual time."""
+    return where / f"{chip}{'.modelled' if modelled else ''}.json"
+
+
 @lru_cache(maxsize=64)
 def load(where: str, chip: str) -> Mapping[Key, Choice]:
-    """The table of `chip` in the folder `where` ("": ours); empty if there is none. Read once.
+    """The tables of `chip` in the folder `where` ("": ours); empty if there are none. Read once.
 
     Raises:
-        ValueError: the file is not such a table.
+        ValueError: a file is not such a table.
     """
-    path = (Path(where) if where else OWN_FOLDER) / f"{chip}.json"
+    here = Path(where) if where else OWN_FOLDER
+    return _read(path_of(here, chip, modelled=True)) | _read(path_of(here, chip))
+
+
+def _read(path: Path) -> dict[Key, Choice]:
     if not path.exists():
         return {}
     try:
@@ -136,8 +147,7 @@ def write(path: Path, chip: str, entries: Iterable[Mapping[str, Any]]) -> None:
     """Write a table, or add to one, replacing entries of the same key. One line for each entry."""
     every = {_identity(entry): entry for entry in entries}
     if path.exists():
-        load.cache_clear()
-        load(str(path.parent), chip)  # ValueError if it is not a table
+        _read(path)  # ValueError if it is not a table
         kept = json.loads(path.read_text())["entries"]
         every = {_identity(entry): entry for entry in kept} | every
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -30,7 +30,7 @@ def draw(timeline: Timeline, path: Path, ranks: list[int]) -> None:
     for axis, rank in zip(axes[:, 0], ranks, strict=True):
         mine = [span for span in spans if span.rank == rank]
         _draw_cores(axis, mine)
-        launches = [span for span in timeline.played.launches if span.rank == rank]
+        launches = {s: us for s, us in timeline.exposed_launches.items() if s.rank == rank}
         _draw_kernels(axis, launches, timeline.makespan_us, cores)
         axis.set_ylabel(f"rank {rank}: cores")
         axis.set_ylim(cores, -_STRIP * cores)
@@ -41,18 +41,23 @@ def draw(timeline: Timeline, path: Path, ranks: list[int]) -> None:
     shown = "" if len(ranks) == world else f"; shown: rank {', '.join(map(str, ranks))} of {world}"
     figure.suptitle(
         f"{world} x {timeline.hardware.name}: {_us(timeline.makespan_us)}, arithmetic alone "
-        f"{_us(timeline.arithmetic_us)}{shown}"
+        f"{_us(timeline.arithmetic_us)}, exposed communication {_us(timeline.exposed_us)}{shown}"
     )
     handles = [Patch(color=colour, label=kind) for kind, colour in _COLOURS.items()]
     handles.append(Patch(facecolor="white", edgecolor="#808080", label=_IDLE))
     handles.append(Patch(color=_KERNEL, label="kernel"))
-    figure.legend(handles=handles, loc="lower center", ncols=len(handles), frameon=False)
+    handles.append(Patch(facecolor=_KERNEL, label="exposed communication of it", **_EXPOSED))
+    figure.legend(
+        handles=handles, loc="lower center", ncols=len(handles), frameon=False, fontsize=8.5
+    )
     figure.tight_layout(rect=(0, 0.3 / (1.6 + 3.5 * len(ranks)), 1, 1))
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
 _KERNEL = "#c9d3c0"
+_EXPOSED: dict[str, Any] = {"edgecolor": "#c04040", "hatch": "////"}
+_LEAST_EXPOSED = 2e-3  # of the picture's width
 
 
 def _us(us: float) -> str:
@@ -68,13 +73,20 @@ def _draw_cores(axis: Any, spans: list[TimeSpan]) -> None:
         axis.broken_barh(places, (core, 1), facecolors=_COLOURS[kind], linewidth=0)
 
 
-def _draw_kernels(axis: Any, launches: list[TimeSpan], makespan_us: float, cores: int) -> None:
-    """When each kernel ran, and its name as far as there is room."""
+def _draw_kernels(
+    axis: Any, launches: dict[TimeSpan, float], makespan_us: float, cores: int
+) -> None:
+    """When each kernel ran, and its name as far as there is room; hatched at its end is what it
+    took longer than if communication took no time.
+    """
     height = _STRIP * cores
-    for span in launches:
+    for span, exposed in launches.items():
         colour = _COLOURS["waiting"] if span.kind == "waiting" else _KERNEL
         bar = [(span.start, span.end - span.start)]
         axis.broken_barh(bar, (-height, height), facecolors=colour, edgecolors="white")
+        if exposed > _LEAST_EXPOSED * makespan_us:
+            late = [(span.end - exposed, exposed)]
+            axis.broken_barh(late, (-height, height), facecolors=colour, **_EXPOSED)
         room = int((span.end - span.start) / (makespan_us or 1.0) * _LETTERS)
         if room >= 3:
             name = span.kernel if len(span.kernel) <= room else span.kernel[: room - 1] + "…"

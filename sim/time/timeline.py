@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.collectives.prices.hardware import Hardware, named
-from weft.sim.time.clock import Played, arithmetic_us, library_matmul_us, play
+from weft.sim.time.clock import Played, TimeSpan, arithmetic_us, library_matmul_us, play
 from weft.sim.time.trace import HostOp, KernelLaunch, Store, Trace, Work
 
 KINDS = ("arithmetic", "moving", "waiting", "idle")
@@ -84,11 +85,29 @@ class Timeline:
         return total
 
     @cached_property
+    def _alone(self) -> Played:
+        """The same, if what goes to peers and comes from them took no time."""
+        return play(self.trace, self.hardware.without_communication())
+
+    @cached_property
     def exposed_us(self) -> float:
         """How much sooner it would end if what goes to peers and comes from them took no time."""
-        free = play(self.trace, self.hardware.without_communication()).makespan
         # Less waiting can make programs meet less happily elsewhere: by chance, not by the links.
-        return max(0.0, self.makespan_us - free)
+        return max(0.0, self.makespan_us - self._alone.makespan)
+
+    @cached_property
+    def exposed_launches(self) -> dict[TimeSpan, float]:
+        """Of `played.launches`: us that each takes longer than if communication took no time."""
+        left: dict[tuple[int, str], deque[TimeSpan]] = {}
+        for span in _in_order(self._alone.launches):
+            left.setdefault((span.rank, span.kernel), deque()).append(span)
+        found = {}
+        for span in _in_order(self.played.launches):
+            same = left.get((span.rank, span.kernel))  # waits may be gone
+            alone = same.popleft() if same else None
+            free_us = alone.end - alone.start if alone else 0.0
+            found[span] = max(0.0, span.end - span.start - free_us)
+        return found
 
     @property
     def overlap_efficiency(self) -> float:

@@ -31,7 +31,7 @@ from weft.bench.problem import Options
 from weft.bench.published import rows as published_rows
 from weft.bench.registry import SUITES, suite
 from weft.bench.report import advice, compare, plots, tables
-from weft.bench.suites import ops
+from weft.bench.suites import ops, plan
 from weft.collectives import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -460,6 +460,20 @@ def test_the_verdict_on_auto_can_be_read() -> None:
     bad = str(ops.verdict([op_case(16, 2.0, 1.0), op_case(64, 1.1, 1.0, noise=0.3)]))
     assert "DOES NOT HOLD. Behind, as the rounds prove: 16; furthest 16, by" in bad
     assert bad.endswith("Noise hides the answer in 1, which count as not behind.")
+
+
+def test_a_plan_is_held_to_the_best_by_hand() -> None:
+    def case(plan: float) -> rows.Case:
+        names = {"plan": plan, "Megatron": 3.0, "FSDP alone": 2.0}
+        timed = {name: rows.Timing([us] * 9, [us]) for name, us in names.items()}
+        return rows.Case("plan", "Llama", {}, timed)
+
+    assert plan.verdict([case(2.04)]) == (
+        "the plan takes 1.02 (1.02 to 1.02) of FSDP alone in Llama. Wanted 1.05 of the best by "
+        "hand: holds."
+    )
+    assert plan.verdict([case(2.0), case(2.2)]).endswith("1.05 of the best by hand: DOES NOT HOLD.")
+    assert plan.verdict([]) == ""
 
 
 def test_plots_have_titles_of_their_own_and_error_bars(tmp_path: Path) -> None:

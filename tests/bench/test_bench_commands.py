@@ -9,14 +9,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from needs import needs_interpreter
 from test_hosts import QUICK, on_hosts
 
 from weft import settings, versions
 from weft.bench import cli, rows
-from weft.bench.commands import across, doctor, explain, tune
+from weft.bench.commands import across, doctor, explain, modelled_launches, tune
 from weft.bench.report import compare
 from weft.bench.rows import Case, Result, Timing
 from weft.cli import main as weft
@@ -249,3 +251,32 @@ def test_plan_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "plan for a mesh of 4, by rates of cpu" in capsys.readouterr().out
     assert plan.main(["--model", f"{own}:other"]) == 1
     assert "the file has no other" in capsys.readouterr().err
+
+
+@needs_interpreter
+def test_tune_for_chips_that_are_not_at_hand(tmp_path: Path, capsys: Any) -> None:
+    given = ["--ranks", "2", "--ops", "matmul_reduce_scatter", "--out", str(tmp_path)]
+    command = ["--hardware", "h100,h200", *given, "--shapes"]
+    times = {None: [10.0, 10.0], (128, 256): [8.0, 9.6], (128, 128): [9.0, 9.0]}
+
+    def played(op: str, shape: Any, ranks: int, machines: Any, choice: Any) -> list[float]:
+        tiling = choice.tiling
+        return times.get(tiling and (tiling.block_m, tiling.block_n), [11.0, 11.0])
+
+    # On H200 the wider tiles gain less than 5 %.
+    with (
+        patch.object(modelled_launches, "_played", played),
+        patch.object(modelled_launches, "_PLAYED", 100),
+    ):
+        assert tune.main([*command, "4096,8192,8192"]) == 0
+    assert "10.0 -> 9.0 us, 10.0 -> 9.0 us" in capsys.readouterr().out
+    (entry,) = json.loads((tmp_path / "sm_90.modelled.json").read_text())["entries"]
+    assert entry["modelled"] == ["H100", "H200"] and (entry["us"], entry["M"]) == (9.0, 4096)
+    tiling = entry["choice"]["tiling"]
+    assert (tiling["block_m"], tiling["block_n"]) == (128, 128)
+    # Played for real, a layer of one tile.
+    assert tune.main([*command, "32,64,64"]) == 0
+    assert re.search(r"32x64x64: (the heuristic|[\d.]+ -> [\d.]+ us)", capsys.readouterr().out)
+    with pytest.raises(SystemExit):
+        tune.main(["--hardware", "h100,b200", *given, "--shapes", "32,64,64"])
+    assert "a table is of one chip" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from needs import needs_interpreter
 
 from tools import scaling_page, scaling_tables
 from weft.bench.problem import Options
+from weft.bench.report import plots
 from weft.bench.rows import Case, Result, Timing
 from weft.bench.shapes import Model
 from weft.bench.suites import ops
@@ -99,3 +100,19 @@ def test_the_page_is_made_of_the_kept_rows() -> None:
     rows = scaling_page.load(kept)
     assert rows, "python -m tools.scaling_page --page docs/scaling.md makes them"
     assert scaling_tables.tables(rows) in text
+
+
+def test_a_report_draws_a_layer_with_its_exposed_communication(tmp_path: Path) -> None:
+    def case(triton: bool, W: int = 2) -> Case:
+        params = {"op": "all_gather_matmul", "M": 64, "N": 64, "K": 64, "chip": "h100"}
+        names = ("host", "generic", "triton")[: 2 + triton]
+        timed = {name: Timing([1.0], [1.0]) for name in names}
+        return Case("scaling", f"W={W}", params | {"world_size": W}, timed)
+
+    assert plots.draw(Result("scaling", {}, [case(False)]), tmp_path) == [
+        tmp_path / "scaling-bars.png"
+    ]
+    drawn = plots.draw(Result("scaling", {}, [case(False), case(True)]), tmp_path)
+    assert [path.name for path in drawn] == ["scaling-timeline.png", "scaling-bars.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
+    assert plots.CAPTIONS["timeline"].startswith("A feed-forward layer")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,43 @@ def test_a_table_goes_before_the_heuristics_for_its_problems_alone(table: Path) 
     table.unlink()
     tuning.load.cache_clear()
     assert gather(8192)[0] != TILING
+
+
+def test_what_was_measured_goes_before_what_was_modelled(table: Path) -> None:
+    modelled = tuning.path_of(table.parent, "sm_90", modelled=True)
+    assert modelled.name == "sm_90.modelled.json" and tuning.path_of(table.parent, "sm_90") == table
+    other = replace(TILING, block_m=2 * TILING.block_m)
+    tuning.write(
+        modelled,
+        "sm_90",
+        [
+            entry("matmul_all_reduce", M, 8192, 0, tiling=vars(other)) | {"modelled": ["H100"]}
+            for M in (4096, 8192)
+        ],
+    )
+    tilings = [
+        two_shot_kernel.all_reduce_config(M, 8192, torch.bfloat16, 8, H100).tiling
+        for M in (4096, 8192)
+    ]
+    assert tilings == [other, TILING]
+    modelled.write_text("{}")
+    tuning.load.cache_clear()
+    with pytest.raises(ValueError, match=r"sm_90\.modelled\.json is not a table"):
+        two_shot_kernel.all_reduce_config(8192, 8192, torch.bfloat16, 8, H100)
+
+
+def test_the_tables_that_ship() -> None:
+    """Entries that were modelled say of which chips, and those that were measured do not."""
+    for path in tuning.OWN_FOLDER.glob("*.json"):
+        if path.name.endswith(".rates.json"):
+            continue
+        found = json.loads(path.read_text())
+        modelled = path.name.endswith(".modelled.json")
+        assert known(found["chip"]).name == path.name.partition(".")[0]
+        for each in found["entries"]:
+            assert ("modelled" in each) == modelled and each["us"] < each["heuristic_us"]
+    assert (tuning.OWN_FOLDER / "sm_90.modelled.json").exists()
+    assert len(tuning.load("", "sm_90")) > 0
 
 
 def test_the_way_of_a_launch_goes_by_size() -> None:

@@ -158,6 +158,16 @@ def test_the_last_of_many_goes_on_when_all_have_come() -> None:
     assert played.makespan == pytest.approx(ticket + 2)
 
 
+def test_what_communication_makes_of_each_launch() -> None:
+    # Rank 1 loads 4 kB from itself, then from rank 0: 4 us on its core, and 4 us there and back.
+    near, far = launch([work(0, 4000, owner=1)]), launch([work(9, 4000, owner=0)])
+    timeline = Timeline(trace([], [near, far]), TOY)
+    exposed = timeline.exposed_launches
+    assert [span.kernel for span in exposed] == ["kernel", "kernel"]
+    assert list(exposed.values()) == pytest.approx([0, 4 + 4])
+    assert sum(exposed.values()) == pytest.approx(timeline.exposed_us)
+
+
 def test_programs_share_cores_in_turn() -> None:
     tile = [work(0, 10, 1_000_000, 1)]
     four, five = (play(trace([launch(*[tile] * n)]), TOY).makespan for n in (4, 5))

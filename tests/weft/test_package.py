@@ -65,6 +65,7 @@ def test_the_wheel_has_every_module(wheel: Path, tmp_path: Path) -> None:
         name if name.startswith("weft/") else f"weft/{name}" for name in ours
     }
     assert {"weft/py.typed", "weft/bench/published/published.csv"} <= names
+    assert "weft/kernels/tuned/sm_90.modelled.json" in names
     code = """
 import importlib, pkgutil, sys, weft
 assert weft.__file__.startswith(sys.argv[1]), weft.__file__
