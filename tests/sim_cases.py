@@ -170,10 +170,10 @@ def all_reduce(rank: int, ours: Modules, config: Any, M: int, N: int, K: int) ->
     nbytes = ours.reduce.workspace_bytes(M, N, torch.float32, W, config)
     ws = workspace(None, nbytes, channel="reduce")
     xs, w = [matrix(M, K, r) for r in range(W)], matrix(K, N, 99)
-    want = sum(xs) @ w
+    want, wire = sum(xs) @ w, torch.float32 if getattr(config, "by_switch", False) else None
     for call in range(CALLS):
         x, weight, near = in_turn(call, xs[rank] * (call + 1), w)
-        y = ours.reduce.launch_matmul_all_reduce(x, weight, ws, config=config)
+        y = ours.reduce.launch_matmul_all_reduce(x, weight, ws, wire_dtype=wire, config=config)
         torch.testing.assert_close(y.float(), want * (call + 1), **near)
 
 
@@ -190,6 +190,12 @@ def one_shot_split(rank: int, ours: Modules = OURS) -> None:
 def two_shot(rank: int, ours: Modules = OURS) -> None:
     config = ours.reduce.two_shot_config(35, 33, torch.float32, INTERPRETER)
     all_reduce(rank, ours, config, 35, 33, 4)
+
+
+def two_shot_by_the_switch(rank: int, ours: Modules = OURS) -> None:
+    """Every rank's memory stands for the switch."""
+    config = ours.reduce.two_shot_config(35, 33, torch.float32, INTERPRETER)
+    all_reduce(rank, ours, replace(config, by_switch=True), 35, 33, 4)
 
 
 def straddling_scatter(rank: int, ours: Modules = OURS) -> None:
@@ -638,6 +644,7 @@ KERNELS: dict[str, Callable[..., None]] = {
     "reduce-scatter": reduce_scatter,
     "one-shot all-reduce": one_shot,
     "two-shot all-reduce": two_shot,
+    "all-reduce by the switch": two_shot_by_the_switch,
     "gather of rows, direct": gather_direct,
     "gather of rows by copy engines": gather_by_copy_engines,
     "one-shot all-reduce, split": one_shot_split,

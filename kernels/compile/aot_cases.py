@@ -294,6 +294,15 @@ def _reduce_launches(
                 wire_dtype=wire(case),
             )
         yield case, caught[0]
+    if dtype in multimem.DTYPES and chips.chip_of(empty(1, 1).device).descriptors:
+        x, w = empty(8192, _FFN), empty(_HIDDEN, _FFN).T
+        config = two_shot_kernel.two_shot_config(len(x), _HIDDEN, dtype, chips.chip_of(x.device))
+        with catching(two_shot_kernel) as caught:
+            two_shot_kernel.launch_matmul_all_reduce(
+                x, w, _workspace(), residual=rows(len(x), _HIDDEN), wire_dtype=dtype,
+                config=replace(config, by_switch=True),
+            )  # fmt: skip
+        yield "two shots by the switch", caught[0]
 
 
 def _collective_launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:

@@ -13,6 +13,9 @@ Of 24 bits, four numbers, a quarter of the row apart, make three words:
     word 1   number 3, bits 16-23 | number 1, bits 8-31         numbers from 2^128 (1 - 2^-17) on
     word 2   number 3, bits 24-31 | number 2, bits 8-31         round to infinity
 
+The NVLink switch can add up instead what lies at one place of every rank: in fp32, or in 16 bits,
+where it adds both halves of a word, whichever numbers they are; of 24 bits it could add nothing.
+
 Words are stored and loaded as fp32 but never computed with. Numbers a quarter of the row apart are
 held by one thread: in the layout of tensor cores it has the same columns of every quarter.
 """
@@ -25,6 +28,7 @@ import torch
 import triton
 import triton.language as tl
 
+from weft.collectives.device import switch
 from weft.collectives.device.device_math import rounded
 from weft.kernels.device import tiles
 
@@ -187,3 +191,41 @@ def _load_packed(part_ptr, offs, inside):
     v = tl.load(part_ptr + QUARTER + offs, mask=inside)
     w = tl.load(part_ptr + 2 * QUARTER + offs, mask=inside)
     return _unpacked(u, v, w)
+
+
+@triton.jit
+def sum_of_ranks(
+    link,
+    multicast_ptr,
+    at,  # bytes into every rank's data: the first of the rows
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIRE: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+):
+    """Rows of a tile, added up over the ranks in the switch's order: (ROWS, COLUMNS) fp32."""
+    tl.static_assert(WIRE.bits != 24, "the switch adds up numbers of 32 and of 16 bits")
+    WORDS: tl.constexpr = COLUMNS * WIRE.bits // 32
+    VECTORS: tl.constexpr = ROWS * WORDS // 4
+    places = at + tl.arange(0, VECTORS).to(tl.int64) * 16
+    every = tl.arange(0, VECTORS) >= 0
+    if WIRE.bits == 16:
+        HALF: tl.constexpr = tl.bfloat16 if WIRE.bfloat16 else tl.float16
+        sums = switch.load_sums(link, multicast_ptr, places, every, HALF, WORLD_SIZE)
+        left, right = tl.split(tl.reshape(sums, (ROWS, WORDS, 2)))
+        total = tiles.beside(left, right)
+    else:
+        sums = switch.load_sums(link, multicast_ptr, places, every, tl.float32, WORLD_SIZE)
+        total = tl.reshape(sums, (ROWS, COLUMNS))
+    return total
+
+
+@triton.jit
+def show_rows(link, multicast_ptr, at, rows, WORLD_SIZE: tl.constexpr):
+    """Store rows, one after the other, `at` bytes into the data of all ranks."""
+    LANES: tl.constexpr = 128 // rows.dtype.primitive_bitwidth
+    VECTORS: tl.constexpr = rows.shape[0] * rows.shape[1] // LANES
+    places = at + tl.arange(0, VECTORS).to(tl.int64) * 16
+    values = tl.reshape(rows, (VECTORS, LANES))
+    every = tl.arange(0, VECTORS) >= 0
+    switch.store_everywhere(link, multicast_ptr, places, values, every, WORLD_SIZE)

@@ -46,7 +46,9 @@ class SumConfig:
 
 @dataclass(frozen=True)
 class SumVariant:
-    """What is compiled into a kernel. `row_words`: of a tile's row on the `wire`."""
+    """What is compiled into a kernel. `row_words`: of a tile's row on the `wire`. `by_switch`:
+    whether the NVLink switch adds up.
+    """
 
     world_size: int
     tiles: Tiling
@@ -58,6 +60,7 @@ class SumVariant:
     row_words: int
     reduce_m: int
     split: int
+    by_switch: bool = False
 
 
 class Terms(NamedTuple):
@@ -140,9 +143,11 @@ def collect(
     STRADDLES: tl.constexpr = False,  # rows of out alone have been sent here, not whole tiles
     show: tl.constexpr = None,  # a function: show(total, its first row in the tile, shown, V)
     shown=None,
+    switched=None,  # link, multicast address, and bytes to where the tile lies on every rank
 ):
     """out = scale * (the tile's sum over slots in rank order) + bias + residual.
 
+    Given `switched`, the sum is what the switch makes of the tiles that lie there, not of slots.
     V.reduce_m rows at a time, of which those inside of out are stored.
     """
     WIRE: tl.constexpr = V.wire
@@ -156,11 +161,17 @@ def collect(
             inside_m = offs_m < rows
             if STRADDLES:
                 inside_m &= offs_m >= 0
-            total = partial_sums.sum_of_slots(
-                tile_ptr + part * V.row_words, slot_stride,
-                inside_m[:, None] if STRADDLES else None,
-                V.reduce_m, V.tiles.block_n, WIRE, V.world_size,
-            )  # fmt: skip
+            if switched is not None:
+                total = partial_sums.sum_of_ranks(
+                    switched[0], switched[1], switched[2] + part * V.row_words * 4,
+                    V.reduce_m, V.tiles.block_n, WIRE, V.world_size,
+                )  # fmt: skip
+            else:
+                total = partial_sums.sum_of_slots(
+                    tile_ptr + part * V.row_words, slot_stride,
+                    inside_m[:, None] if STRADDLES else None,
+                    V.reduce_m, V.tiles.block_n, WIRE, V.world_size,
+                )  # fmt: skip
             total = _finished(total, finish, offs_m, inside_m, start_n, N)
             tiles.store_rows(out_ptr, total, offs_m, inside_m, start_n, N, N, 1)
             if show is not None:

@@ -24,8 +24,10 @@ from collections.abc import Sequence
 
 import torch
 
+from weft import settings
 from weft.collectives import all_gather, exchange, workspace
 from weft.collectives.memory.repeatable import repeatable
+from weft.collectives.prices.hardware import fabric_of
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
 from weft.collectives.ranks.group import GroupLike
 from weft.kernels.engine.autocast import autocast
@@ -162,9 +164,13 @@ def _triton_forward(call: SumCall, given: Operands) -> torch.Tensor:
     ws = workspace(call.group, plan.room, channel="scatter", device=x.device)
 
     def launched() -> list[torch.Tensor]:
+        switched = None
+        if settings.multimem() and ws.buffer.multicast_ptr:
+            links = fabric_of(call.group, x.device)
+            switched = kernel.switched_config(x, w.shape[1], call.dtype, call.wire_dtype, links)
         y = kernel.launch_matmul_all_reduce(
             x, w, ws, bias=bias, residual=residual, scale=call.scale, scaling=call.scaling,
-            wire_dtype=call.wire_dtype,
+            wire_dtype=call.wire_dtype, config=switched,
         )  # fmt: skip
         return [y]
 

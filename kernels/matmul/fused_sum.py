@@ -214,7 +214,7 @@ class FusedSum:
         scales_given = scaling.tensors if scaling else []
         key = (
             self.name, group, dim, reduce_op, dtype, wire_dtype, settings.current_engine(),
-            *layouts_of((x, w, bias, residual, *scales_given)),
+            settings.multimem(), *layouts_of((x, w, bias, residual, *scales_given)),
         )  # fmt: skip
 
         def checked() -> SumPlan:

@@ -16,11 +16,16 @@ finished tiles in the output's dtype.
 
     rank r: tile t of x_r @ w_r --> slot r of rank t % W    owner: sum --> finished t of every rank
 
+    by the switch               --> slot t % W of rank r    owner: the switch's sum of slots t % W
+
+The switch (`collectives.device.switch`) also takes finished tiles to all ranks: a link carries each
+byte once. Its order is its own, so it must be asked for.
+
 Protocol, in each program p. Tile j of an owner is t = j W + owner; one after another, owners' tiles
 go to the P programs in turn (`tiles.first_of`), so that all have work if there is any.
-  1. For the owners rank+1, rank+2, ..., rank-1: store the tiles in the owner's slot `rank`. Signal
-     the words (0, rank, p) of all peers: release at system scope. Store the tiles of this rank in
-     its own slot.
+  1. For the owners rank+1, rank+2, ..., rank-1: store the tiles in the owner's slot `rank`, or for
+     the switch in the own slot of the owner. Signal the words (0, rank, p) of all peers: release at
+     system scope. Store the tiles of this rank in its own slot.
   2. Wait for the words (0, r, p) of all peers (acquire, system scope); add up this rank's tiles in
      rank order, store them in the output and among the finished tiles of every peer; signal the
      words (1, rank, p) of all peers.
@@ -35,7 +40,7 @@ every peer.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -46,6 +51,7 @@ from weft.collectives import Workspace
 from weft.collectives.device import signals
 from weft.collectives.device.launches import launching
 from weft.collectives.memory.workspace import check_room, link_of
+from weft.collectives.protocols import Fabric, switch_us, two_shot_us
 from weft.kernels.device import partial_sums, summed_tiles, tiles
 from weft.kernels.device.partial_sums import wire_of
 from weft.kernels.device.summed_tiles import Products, SumConfig, slot_bytes, tile_count
@@ -62,8 +68,11 @@ from weft.kernels.engine.fp8 import Scaling
 from weft.kernels.matmul import one_shot_kernel
 
 
+@dataclass(frozen=True)
 class TwoShotConfig(SumConfig):
-    """Of a launch in two shots, which has nothing more to choose."""
+    """Also `by_switch`: whether the NVLink switch adds up, in an order of its own."""
+
+    by_switch: bool = False
 
 
 def all_reduce_config(
@@ -92,6 +101,20 @@ def two_shot_config(
         reduce_m=min(16, tiling.block_m),
         descriptors=chip.descriptors and dtype != torch.float32,
     )
+
+
+def switched_config(
+    x: torch.Tensor, N: int, out_dtype: torch.dtype, wire_dtype: torch.dtype | None, links: Fabric
+) -> TwoShotConfig | None:
+    """The launch where the switch adds up; None if it cannot, or others are predicted quicker."""
+    M, wire = x.shape[0], wire_of(out_dtype, wire_dtype)
+    config = all_reduce_config(M, N, x.dtype, links.ranks, chip_of(x.device))
+    if not links.multicast or wire.bits == 24 or not isinstance(config, TwoShotConfig):
+        return None
+    sent, shown = M * N * wire.bits / 8, M * N * out_dtype.itemsize
+    switched = switch_us("all_reduce", max(sent, shown), links, in_graph=True)
+    others = two_shot_us((sent + shown) / 2, links, in_graph=True)
+    return replace(config, by_switch=True) if switched < others else None
 
 
 def workspace_bytes(
@@ -134,14 +157,19 @@ def _finished_ptr(link, peer, generation, finished_at, dtype: tl.constexpr):
 @triton.jit
 def _show(total, part, shown, V: tl.constexpr):
     """Store finished rows, from row `part` of a tile on, among the finished tiles of all peers."""
-    tile, out_ptr, link, rank, generation, finished_at = shown
+    tile, out_ptr, link, rank, generation, finished_at, multicast_ptr = shown
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     final = tiles.rounded(total, dtype)
     offs = tl.cast(tile, tl.int64) * (V.tiles.block_m * V.tiles.block_n) + part * V.tiles.block_n
-    offs += tiles.block_offsets(V.reduce_m, V.tiles.block_n)
-    for step in range(1, V.world_size):
-        peer = (rank + step) % V.world_size
-        tl.store(_finished_ptr(link, peer, generation, finished_at, dtype) + offs, final)
+    if V.by_switch:
+        at = (generation & 1) * link.half_bytes + finished_at
+        at += offs * (dtype.primitive_bitwidth // 8)
+        partial_sums.show_rows(link, multicast_ptr, at, final, V.world_size)
+    else:
+        offs += tiles.block_offsets(V.reduce_m, V.tiles.block_n)
+        for step in range(1, V.world_size):
+            peer = (rank + step) % V.world_size
+            tl.store(_finished_ptr(link, peer, generation, finished_at, dtype) + offs, final)
 
 
 @triton.jit(do_not_specialize=["M", "rank"])
@@ -152,6 +180,7 @@ def _gemm_two_shot_kernel(
     w_desc,
     finish,  # Finish
     link,
+    multicast_ptr,  # int64: address of the data of all ranks, if V.by_switch
     M,
     N,
     rank,
@@ -177,7 +206,8 @@ def _gemm_two_shot_kernel(
         owner = (rank + step) % WORLD_SIZE
         if owner == rank:
             signals.signal_peers(link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation)
-        slot = summed_tiles.half_of(link, owner, generation) + rank * slot_stride
+        where, number = (rank, owner) if V.by_switch else (owner, rank)
+        slot = summed_tiles.half_of(link, where, generation) + number * slot_stride
         first = tiles.first_of(owner * owned, program, programs)
         for j in range(first, tiles.cdiv(count - owner, WORLD_SIZE), programs):
             place = summed_tiles.tile_place(j * WORLD_SIZE + owner, tiles_m, tiles_n, V)
@@ -197,10 +227,13 @@ def _gemm_two_shot_kernel(
         for j in range(first, tiles.cdiv(count - rank, WORLD_SIZE), programs):
             tile = j * WORLD_SIZE + rank
             start_m, start_n = summed_tiles.tile_place(tile, tiles_m, tiles_n, V)
+            at = (generation & 1) * link.half_bytes
+            at += (rank * slot_stride + tl.cast(j, tl.int64) * SENT) * 4
             summed_tiles.collect(
                 out_ptr, slots + tl.cast(j, tl.int64) * SENT, slot_stride, finish,
                 start_m, start_n, M, N, V, False,
-                _show, (tile, out_ptr, link, rank, generation, finished_at),
+                _show, (tile, out_ptr, link, rank, generation, finished_at, multicast_ptr),
+                (link, multicast_ptr, at) if V.by_switch else None,
             )  # fmt: skip
         signals.signal_peers(link.signal_ptrs, rank, WORLD_SIZE, 1, program, generation)
         arrived = signals.wait_for_peers(
@@ -258,8 +291,9 @@ def launch_matmul_all_reduce(
         one_shot_kernel.launch_one_shot(out, products, ws, None, config)
         return out
     (terms, x_desc, w_desc, *_, finish), variant = products.arguments(ws, config, out.dtype)
+    variant = replace(variant, by_switch=config.by_switch)
     launching(_gemm_two_shot_kernel, config.programs)(
-        out, terms, x_desc, w_desc, finish, link_of(ws), M, N, ws.rank, V=variant,
-        **config.tiling.options,
+        out, terms, x_desc, w_desc, finish, link_of(ws), ws.buffer.multicast_ptr, M, N, ws.rank,
+        V=variant, **config.tiling.options,
     )  # fmt: skip
     return out

@@ -1,6 +1,6 @@
 """The sum over ranks, the residual and the RMS norm between two tensor-parallel blocks.
 
 May import `weft.collectives` and `kernels.engine`. Read `rms_norm`, then `all_reduce_norm`,
-`rms_norm_kernel`, `team_rows` (what its programs do with rows), `switched_rows` (the same where the
-NVLink switch adds up) and `rms_norm_launch`; `custom_ops` registers both with torch.library.
+`rms_norm_kernel`, `team_rows` (what its programs do with rows), `switched_rows` (what the NVLink
+switch does for them) and `rms_norm_launch`; `custom_ops` registers both with torch.library.
 """

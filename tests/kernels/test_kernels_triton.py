@@ -220,6 +220,8 @@ def all_reduce(count: int, seed: int) -> None:
         config = two_shot_kernel.two_shot_config(M, N, dtype, INTERPRETER)
         if index % 3 == 2:
             config = one_shot_config(1 + index % 2, M, N, dtype)
+        elif index % 3 == 1 and dtype == torch.float32:  # every rank's memory stands for the switch
+            config = replace(config, by_switch=True)
         config = replace(config, descriptors=index % 2 == 0)
         y = two_shot_kernel.launch_matmul_all_reduce(
             xs[rank], weights[rank], ws, bias=bias, residual=residual, scale=scale, config=config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from needs import needs_interpreter
 
 import weft
 from weft import sim
-from weft.collectives import resolve
+from weft.collectives import resolve, workspace
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
 
 K, N = 48, 40  # of each rank; the kernels' tiles are wider
@@ -72,6 +73,32 @@ def test_sums_are_as_exact_as_what_travels(
 ) -> None:
     for W, M in (2, 37), (3, 5), (3, 0):
         first, *others = ranks(W, sums, M, dtype, wire, engine)
+        assert all(torch.equal(first, other) for other in others)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("wire", [*HALVES, torch.float32])
+def test_the_switch_adds_up_what_travels(wire: torch.dtype) -> None:
+    """Every rank's memory stands for it; tiles of several rows at a time, and of one row."""
+    from weft.kernels.engine.chips import INTERPRETER
+    from weft.kernels.matmul import two_shot_kernel as kernel
+
+    def summed(rank: int, M: int) -> torch.Tensor:
+        W, dtype = resolve(None).world_size, torch.bfloat16
+        (x, w), plus = operands(rank, M, dtype), torch.full((M, N), 0.25, dtype=dtype)
+        config = replace(kernel.two_shot_config(M, N, dtype, INTERPRETER), by_switch=True)
+        nbytes = kernel.workspace_bytes(M, N, dtype, W, config, wire)
+        ws = workspace(None, nbytes, channel="by the switch")
+        exact, error = oracle(W, M, dtype, wire, plus.double())
+        for _ in range(3):
+            y = kernel.launch_matmul_all_reduce(
+                x, w, ws, residual=plus, wire_dtype=wire, config=config
+            )
+            assert ((y.double() - exact).abs() <= error).all()
+        return y
+
+    for M in (37, 1):
+        first, *others = sim.run(3, lambda rank, M=M: summed(rank, M))
         assert all(torch.equal(first, other) for other in others)
 
 
