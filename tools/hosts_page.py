@@ -97,6 +97,7 @@ def ops() -> str:
 
 def plans(ranks: int = 4096) -> str:
     """Times and memory of plans of redistributions, cold, in this process."""
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -107,7 +108,7 @@ def plans(ranks: int = 4096) -> str:
     torch.distributed.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
     side = int(ranks**0.5)
-    mesh = torch.distributed.init_device_mesh("cpu", (side, side))
+    mesh = init_device_mesh("cpu", (side, side))
     names = "from", "to", "steps", "cold ms", "KiB kept"
     lines = []
     for before, after in (
