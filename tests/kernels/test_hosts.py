@@ -139,6 +139,23 @@ def test_the_topology_and_both_levels_are_told(ranks: Any, layout: str) -> None:
     ranks(4, plan_body, layout)
 
 
+def gpus_body() -> None:
+    """Of GPU tensors, as far as that is decided without one."""
+    with on_hosts("AABB"):
+        group, cuda = resolve(None), torch.device("cuda")
+        with patch.object(type(group), "on_gpus", lambda self, device: device.type == "cuda"):
+            for op in "all_gather", "reduce_scatter", "all_reduce", "broadcast":
+                assert crossings.offered(op, group, torch.device("cpu"))
+                assert not crossings.offered(op, group, cuda), op
+            problem = engines.Problem("all_gather_matmul", 4096, 64, 64, torch.bfloat16, 1 << 20)
+            assert set(engines.predict(problem, group, cuda)) == {"hosts", "generic"}
+
+
+def test_which_calls_of_gpus_run_in_two_levels(ranks: Any) -> None:
+    """Fused matmuls do; collectives are NCCL's, which knows the hosts by itself."""
+    ranks(4, gpus_body)
+
+
 def crossing_body(layout: str, rows: Sequence[int]) -> None:
     """What a host takes from the others is each of their rows once, in the order of its blocks."""
     with on_hosts(layout), patch.object(crossings, "_PART_BYTES", 8):
