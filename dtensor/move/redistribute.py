@@ -284,12 +284,13 @@ class _Collective(NamedTuple):
 def _collective_of(step: Step, group: Group, device: torch.device) -> _Collective | None:
     """What the step runs as in two levels over several hosts; None if it does not."""
     dim, source, target = step.mesh_dim, step.source, step.target
+    if source.mesh != target.mesh:
+        return None
     place, dims = source.place, range(len(source.place.sizes)) if dim is None else (dim,)
     ends = {(source.placements[d], target.placements[d]) for d in dims}
-    alike = len(ends) == 1 and source.mesh == target.mesh
     # Those of all mesh dims are in the order of a group of all ranks.
     ordered = list(place.ranks) == sorted(place.ranks) if dim is None else place.ascends[dim]
-    if not alike or not ordered or not hosts.offered(step.collective, group, device):
+    if len(ends) > 1 or not ordered or not hosts.offered(step.collective, group, device):
         return None
     ((old, new),) = ends
     op: Any = getattr(old, "reduce_op", None)
