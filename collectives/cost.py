@@ -384,8 +384,8 @@ def _measure(group: Group, device: torch.device) -> Machine:
             sent *= 4
         return sent
 
-    wire_us = timed(lambda: gather(source[:64]), 5, 8)
-    # Networks may be slow.
+    # Networks may be slow, and the first call waits for all of it.
+    wire_us = timed(lambda: gather(source[:64]), *((5, 8) if near is group else (3, 4)))
     sent = nbytes if near is group else affordable(lambda n: gather(source[:n]), _ENOUGH_US)
     whole_us = timed(lambda: gather(source[:sent]), 3, 2)
     wire = sent * (group.world_size - 1) / max(whole_us - wire_us, 1.0)
@@ -418,7 +418,7 @@ def _with_hosts(
         out = source.new_empty(sum(receives))
         dist.all_to_all_single(out, x, receives, sends, group=pg)
 
-    H, us = len(group.hosts), timed(lambda: shift(1, 64), 5, 4)
+    H, us = len(group.hosts), timed(lambda: shift(1, 64), 3, 4)
     # Of many hosts there are many pairs.
     sent = affordable(lambda n: shift(1, n), max(_ENOUGH_US / (H - 1), _ENOUGH_US / 10))
     heard = [sent / max(timed(lambda s=s: shift(s, sent), 2) - us, 1.0) for s in range(1, H)]

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Hosts on one machine: namespaces of processes, mounts, IPC, names and networks, joined by a bridge.
 #
-#   tests/hosts.sh [-n HOSTS] [-r RANKS] [-l LINK] [-t SECONDS] -- ARGUMENTS OF PYTHON
+#   tests/hosts.sh [-n HOSTS] [-r RANKS] [-l LINK | -e NETEM] [-t SECONDS] -- ARGUMENTS OF PYTHON
 #
 #   -n  how many (2)                    -r  ranks on each (2)
 #   -l  of each host's link: a rate for `tc tbf`, as 1gbit; nothing: as it is
+#   -e  of each host's link: faults for `tc netem`, as "delay 200ms loss 1%", where the kernel has it
 #   -t  seconds until all is ended (120)
 #
 # torchrun starts the same program on each. The exit status is the first that is not 0; 77, with the
@@ -14,10 +15,11 @@ set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 
-hosts=2 ranks=2 link= limit=120
-while getopts n:r:l:t: option; do
+hosts=2 ranks=2 link= faults= limit=120
+while getopts n:r:l:e:t: option; do
     case $option in
-        n) hosts=$OPTARG ;; r) ranks=$OPTARG ;; l) link=$OPTARG ;; t) limit=$OPTARG ;;
+        n) hosts=$OPTARG ;; r) ranks=$OPTARG ;; l) link=$OPTARG ;;
+        e) faults=$OPTARG ;; t) limit=$OPTARG ;;
         *) sed -n '2,/^set/s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
     esac
 done
@@ -51,6 +53,11 @@ for ((i = 0; i < hosts; i++)); do
     ip -n $tag-$i link set lo up
     if [ -n "$link" ]; then
         tc -n $tag-$i qdisc add dev net root tbf rate "$link" burst 256kb latency 50ms
+    fi
+    if [ -n "$faults" ]; then
+        # shellcheck disable=SC2086 # several words
+        tc -n $tag-$i qdisc add dev net root netem $faults 2>/dev/null ||
+            skip "this kernel has no netem, for links with $faults"
     fi
 done
 

@@ -5,6 +5,8 @@ bytes    what the collectives send between hosts, against the least that they co
 train    FOLDER: a model by TP inside x FSDP2 across, and by TP over all, as in one process; saved
          there and loaded
 lost     all ranks of the last host are killed: the others must say so within the bound
+cut      the last host's link goes down: ranks on both sides must say so within the bound
+experts  two layers of experts beside the flat process group's, and what a host sends in one
 mlp      TOKENS HIDDEN FFN RUNS: times of two levels and of the flat process group, in turn, forward
          and backward of a ReLU MLP in fp32, and what a host sends in each
 """
@@ -15,6 +17,7 @@ import math
 import os
 import signal
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -80,13 +83,26 @@ def lost() -> None:
     step("auto")
     if dist.get_rank() in resolve(None).hosts[-1]:
         os.kill(os.getpid(), signal.SIGKILL)
+    say_who_is_absent()
+
+
+def cut() -> None:
+    step("auto")
+    if dist.get_rank() == resolve(None).hosts[-1][0]:
+        subprocess.run(["ip", "link", "set", "net", "down"], check=True)
+    say_who_is_absent()
+
+
+def say_who_is_absent() -> None:
     os.environ["WEFT_TIMEOUT_S"] = "5"
     start = time.monotonic()
     try:
         step("auto")
-    except weft.PeerTimeout as error:
-        print(f"PeerTimeout of {error.absent} in {time.monotonic() - start:.0f} s", flush=True)
-        time.sleep(5)  # torchrun ends the other rank of the host when one fails
+    except weft.WeftError as error:
+        absent = error.absent if isinstance(error, weft.PeerTimeout) else error
+        rank, kind = dist.get_rank(), type(error).__name__
+        print(f"{kind} of {absent} in {time.monotonic() - start:.0f} s on {rank}", flush=True)
+        time.sleep(8)  # torchrun ends the other rank of the host when one fails
         os._exit(1)
 
 
@@ -134,6 +150,38 @@ def bytes_sent() -> None:
             assert min(sent) < 1.06 * least + 0.1, name
 
 
+def experts() -> None:
+    """Tokens of 16 KiB, each with 4 experts on the other host and 4 on its own."""
+    rank, T, k, K = dist.get_rank(), 64, 8, 4096
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(T, K, generator=generator).requires_grad_()
+    w, v = (torch.randn(4, *s, generator=generator).requires_grad_() for s in ((K, 8), (8, K)))
+    ids = torch.arange(16).repeat(T, 1)[:, ::2]
+    made: dict[str, list[list[torch.Tensor]]] = {"auto": [], "generic": []}
+    for engine, results in made.items():
+        sent = []
+        for _ in range(3):
+            with weft.engine(engine):  # type: ignore[arg-type]
+                routing = weft.kernels.route(ids, 16)
+                dist.barrier()
+                before = sent_mib()
+                dist.barrier()  # or others would have begun
+                h, _ = weft.dispatch_grouped_matmul(x, routing, w, activation="silu")
+                y = weft.grouped_matmul_combine(h, v, None, routing)
+                dist.barrier()
+                sent.append(sent_mib() - before)
+                grads = torch.autograd.grad(y.square().sum(), (x, w, v))
+            results.append([y.detach(), *grads])
+        # A host's 2 x 64 tokens, there and back.
+        least = 2 * 2 * T * K * 4 / 2**20 * (1 if engine == "auto" else k / 2)
+        if rank == 0:
+            print(f"{engine}: {min(sent):.2f} MiB, {least:g} at least", flush=True)
+        assert min(sent) < 1.06 * least + 0.1
+        assert all(map(torch.equal, results[-2], results[-1]))
+    for ours, flat in zip(made["auto"][-1], made["generic"][-1], strict=True):
+        torch.testing.assert_close(ours, flat, rtol=0, atol=1e-5 * float(flat.abs().max()))
+
+
 def mlp() -> None:
     rank, W = dist.get_rank(), dist.get_world_size()
     tokens, hidden, ffn, runs = map(int, sys.argv[2:])
@@ -165,7 +213,10 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     print(f"hosts: {resolve(None).hosts}", flush=True)
-    parts = {"layer": layer, "train": train, "lost": lost, "mlp": mlp, "bytes": bytes_sent}
+    parts = {
+        "layer": layer, "train": train, "lost": lost, "cut": cut, "mlp": mlp, "bytes": bytes_sent,
+        "experts": experts,
+    }  # fmt: skip
     always = patch.object(between_hosts, "_flat", lambda *_: between_hosts.Line(math.inf, 0.0))
     with nullcontext() if sys.argv[1] == "mlp" else always:
         parts[sys.argv[1]]()

@@ -7,14 +7,17 @@ says so once a second, through the store of the group, for which no peer is need
     value    the call, and a number that grows    it is in the call, and runs
              the call, gave up on 2,5             it has waited for these in vain
 
-Who gives up looks twice at what the others say. Absent are those who say nothing new.
+Who gives up looks twice at what the others say. Absent are those who say nothing new; to a host
+that does not reach the store any more, as its link is down, all ranks elsewhere.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +30,17 @@ if TYPE_CHECKING:
     from weft.collectives.ranks.group import Group
 
 _BEAT_S, _YIELD_S = 1.0, 2e-3
+_STORE_S = 5.0  # until a store of another host counts as out of reach
 _GAVE_UP = "gave up on "
 
 
 def store_of(group: Group) -> Any:
     """The store of its process group, through which ranks meet before they know each other."""
     return dist.distributed_c10d._world.pg_map.get(group.pg, (None, None))[1]
+
+
+class _OutOfReachError(Exception):
+    """Not an error of a caller: the store does not answer."""
 
 
 class Presence:
@@ -59,6 +67,13 @@ class Presence:
 
     def absent(self) -> list[int]:
         """The ranks that are not in the call, or do not run. Takes two seconds and more."""
+        try:
+            return self._absent()
+        except _OutOfReachError:
+            here = next(ranks for ranks in self._group.hosts if self._group.rank in ranks)
+            return [peer for peer in self._group.peers() if peer not in here]
+
+    def _absent(self) -> list[int]:
         self.tell()
         before = self._said()
         for _ in range(2):  # others may come to the end of their bound meanwhile, and look as well
@@ -76,19 +91,48 @@ class Presence:
 
     def give_up(self, absent: Sequence[int]) -> None:
         """This rank has waited for these in vain."""
-        self._say(_GAVE_UP + ",".join(map(str, absent)))
+        with contextlib.suppress(_OutOfReachError):
+            self._say(_GAVE_UP + ",".join(map(str, absent)))
 
     def _say(self, what: str) -> None:
-        self._store.set(f"weft in a call {self._group.rank}", self._call + what)
+        key = f"weft in a call {self._group.rank}"
+        self._answered(lambda: self._store.set(key, self._call + what))
 
     def _said(self) -> dict[int, str]:
         """What the peers say of this call."""
+        said: dict[int, str] = {}
+        self._answered(lambda: said.update(self._heard()))
+        return said
+
+    def _heard(self) -> dict[int, str]:
         said = {}
         for peer in self._group.peers():
             key = f"weft in a call {peer}"
             value = self._store.get(key).decode() if self._store.check([key]) else ""
             said[peer] = value.removeprefix(self._call) if value.startswith(self._call) else ""
         return said
+
+    def _answered(self, ask: Callable[[], object]) -> None:
+        """Ask the store, which over a link that is down would never answer.
+
+        Raises:
+            _OutOfReachError: it has not.
+        """
+        if not self._group.hosts:
+            ask()
+            return
+        answers: list[bool] = []
+
+        def wait() -> None:
+            with contextlib.suppress(RuntimeError):  # of a connection that was reset
+                ask()
+                answers.append(True)
+
+        asking = threading.Thread(target=wait, daemon=True)
+        asking.start()
+        asking.join(_STORE_S)
+        if not answers:
+            raise _OutOfReachError
 
     def failed(self, op: str, number: int, waited_s: float, why: object) -> WeftError:
         """The error of a call that did not come to its end."""
@@ -128,4 +172,5 @@ def finish(group: Group, op: str, work: Any) -> None:
             running = all(process.alive() for process in group.processes)
             if work.is_completed() or waited_s > bound_s or not running:
                 raise presence.failed(op, number, waited_s, error) from error
-            presence.tell()
+            with contextlib.suppress(_OutOfReachError):
+                presence.tell()

@@ -39,8 +39,8 @@ class Extent(NamedTuple):
     def shared(self, other: Extent) -> Integers:
         """How many indices both have, of every rank."""
         both = np.minimum(self.stop, other.stop) - np.maximum(self.start, other.start)
-        shared: Integers = np.maximum(both, 0)
-        return shared
+        found: Integers = np.maximum(both, 0)
+        return found
 
     def at(self, coordinate: Shape) -> Extent:
         """That of one rank."""
@@ -48,9 +48,9 @@ class Extent(NamedTuple):
 
 
 def _one(array: Integers, coordinate: Shape) -> Integers:
-    places = tuple(i if n > 1 else 0 for i, n in zip(coordinate, array.shape, strict=True))
-    one: Integers = array[places]
-    return one
+    at = tuple(i if n > 1 else 0 for i, n in zip(coordinate, array.shape, strict=True))
+    found: Integers = array[at]
+    return found
 
 
 @lru_cache(maxsize=1024)

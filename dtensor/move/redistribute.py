@@ -9,8 +9,8 @@ A step through symmetric memory is one pull:
 Pieces of a `Partial` source are added (max, ...) in rank order, half types in fp32, so that
 replicas are bitwise equal. If no symmetric memory spans the ranks, the pieces of a step travel in
 one all-to-all of a process group; over several hosts, a step that is a collective along one mesh
-dim runs as that, in two levels. An asynchronous redistribution does 1 and 2 at the call, and 3
-when the result is first read; until then no rank waits or is waited for.
+dim, or alike along all of them, runs as that, in two levels. An asynchronous redistribution does 1
+and 2 at the call, and 3 when the result is first read; until then no rank waits or is waited for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -161,6 +161,13 @@ def _steps(source: Layout, target: Layout) -> tuple[Step, ...]:
         return steps  # no collective can move overlapping boxes
     if all(step.is_local for step in steps) or _group_of(steps[0]).backend is not None:
         return steps
+    alike = len({*zip(source.placements, target.placements, strict=False)}) == 1
+    if alike and source.mesh == target.mesh and len(source.place.sizes) > 1:
+        # Of steps along one mesh dim after the other, the one between hosts would bring each
+        # rank of a host the same.
+        at_once, device = Step(source, target), torch.device(source.mesh.device_type)
+        if _collective_of(at_once, _group_of(at_once), device) is not None:
+            return (at_once,)
     return collective_plan(source, target).steps
 
 
@@ -266,27 +273,50 @@ def _pull(
         return ex.result(_combine(step, local, pieces, blocks))
 
 
-def _as_collective(step: Step, local: torch.Tensor, group: Group) -> Running | None:
-    """The step in two levels over several hosts; None if it is not one of their collectives."""
+class _Collective(NamedTuple):
+    """What a step amounts to: how it reduces, the tensor dim that is cut, or -1, and its shards."""
+
+    op: Any
+    cut: int
+    shapes: list[Shape]
+
+
+def _collective_of(step: Step, group: Group, device: torch.device) -> _Collective | None:
+    """What the step runs as in two levels over several hosts; None if it does not."""
     dim, source, target = step.mesh_dim, step.source, step.target
-    if dim is None or not hosts.offered(step.collective, group, local.device):
+    if source.mesh != target.mesh:
         return None
-    old, new = source.placements[dim], target.placements[dim]
+    place, dims = source.place, range(len(source.place.sizes)) if dim is None else (dim,)
+    ends = {(source.placements[d], target.placements[d]) for d in dims}
+    # Those of all mesh dims are in the order of a group of all ranks.
+    ordered = list(place.ranks) == sorted(place.ranks) if dim is None else place.ascends[dim]
+    if len(ends) > 1 or not ordered or not hosts.offered(step.collective, group, device):
+        return None
+    ((old, new),) = ends
     op: Any = getattr(old, "reduce_op", None)
     cut = max(shard_dim(old), shard_dim(new))
-    adds = op in get_args(ReduceOp) and local.dtype in REDUCIBLE
-    adds &= op != "avg" or is_inexact(local.dtype)
+    adds = op in get_args(ReduceOp) and source.dtype in REDUCIBLE
+    adds &= op != "avg" or is_inexact(source.dtype)
     moves = adds if op else isinstance(new, Replicate)  # from one cut to another by an all-to-all
-    if not moves or pieces_of(old) * pieces_of(new) > 1 or not source.place.ascends[dim]:
+    if not moves or pieces_of(old) * pieces_of(new) > 1:
         return None
-    here, layout = list(source.coordinate), target if op else source
-    shapes = []
-    for here[dim] in range(group.world_size):
-        shapes.append(layout.shape_at(source.place.index_at(tuple(here))))
-    nbytes = max(map(math.prod, shapes)) * local.element_size()
+    layout, here = target if op else source, source.coordinate
+    every: Sequence[int] = range(group.world_size)
+    if dim is not None:
+        every = [place.index_at((*here[:dim], i, *here[dim + 1 :])) for i in every]
+    shapes = [layout.shape_at(index) for index in every]
+    nbytes = max(map(math.prod, shapes)) * source.dtype.itemsize
     nbytes *= group.world_size if cut >= 0 else 1
-    if between_hosts.choice(step.collective, group, local.device, nbytes)[0] != "hosts":
+    if between_hosts.choice(step.collective, group, device, nbytes)[0] != "hosts":
         return None
+    return _Collective(op, cut, shapes)
+
+
+def _as_collective(step: Step, local: torch.Tensor, group: Group) -> Running | None:
+    """The step in two levels over several hosts; None if it is not one of their collectives."""
+    if (found := _collective_of(step, group, local.device)) is None:
+        return None
+    op, cut, shapes = found
 
     def running() -> Running:
         yield

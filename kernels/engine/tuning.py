@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from triton.runtime.errors import OutOfResources, PTXASError
 
 from weft import settings
 from weft.errors import WeftError
@@ -231,6 +230,9 @@ def search(
         RuntimeError: the first choice failed, or a choice failed on some ranks only.
         PeerTimeout, MismatchError: a rank did not come, or makes another call.
     """
+    # Here, as importing Triton takes a third of a second that CPU ranks need not wait for.
+    from triton.runtime.errors import OutOfResources, PTXASError
+
     expected: torch.Tensor | None = None
     trials: list[Trial] = []
     for choice in choices:

@@ -7,6 +7,7 @@ import math
 import random
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from test_hosts import on_hosts
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import weft
+from weft.collectives import process_groups
 from weft.dtensor import (
     DeviceMesh,
     DTensor,
@@ -89,6 +91,38 @@ def over_hosts_body(sizes: tuple[int, ...], layout: str) -> None:
 )
 def test_all_pairs_over_hosts(ranks: Any, mesh: tuple[int, ...], layout: str) -> None:
     ranks(4, over_hosts_body, mesh, layout)
+
+
+def all_mesh_dims_body(layout: str) -> None:
+    """What changes alike along all mesh dims goes in two levels: no row crosses twice."""
+    with on_hosts(layout):
+        mesh = init_device_mesh("cpu", (2, 2))
+        rank, S0, R, P = mesh.get_rank(), Shard(0), Replicate(), Partial()
+        whole = torch.arange(7 * 3, dtype=torch.float32).view(7, 3)
+        crossed: list[int] = []
+        begun = process_groups.exchange_begun
+
+        def counting(out: torch.Tensor, x: torch.Tensor, *rest: Any) -> Any:
+            crossed.append(x.numel())
+            return begun(out, x, *rest)
+
+        for before, after, sent in (([S0, S0], [R, R], 21), ([P, P], [R, R], 2 * 21)):
+            x = distribute_tensor(whole, mesh, before if before[0] == S0 else [R, R])
+            if before[0] == P:
+                x = DTensor.from_local(whole * (rank + 1), mesh, before, run_check=False)
+            crossed.clear()
+            with patch.object(process_groups, "exchange_begun", counting):
+                told = weft.explain(lambda x=x, after=after: x.redistribute(placements=after))
+                made = x.redistribute(placements=after).to_local()
+            assert [each.engine for each in told if each.op == "redistribute"] == ["hosts"], told
+            assert torch.equal(made, whole if before[0] == S0 else 10 * whole)
+            total = torch.tensor(sum(crossed))
+            assert int(weft.collectives.all_reduce(total)) == 2 * sent  # two calls
+
+
+@pytest.mark.parametrize("layout", ["AABB", "BABA"])
+def test_all_mesh_dims_over_hosts(ranks: Any, layout: str) -> None:
+    ranks(4, all_mesh_dims_body, layout)
 
 
 @pytest.mark.ranks

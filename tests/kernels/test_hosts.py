@@ -139,6 +139,23 @@ def test_the_topology_and_both_levels_are_told(ranks: Any, layout: str) -> None:
     ranks(4, plan_body, layout)
 
 
+def gpus_body() -> None:
+    """Of GPU tensors, as far as that is decided without one."""
+    with on_hosts("AABB"):
+        group, cuda = resolve(None), torch.device("cuda")
+        with patch.object(type(group), "on_gpus", lambda self, device: device.type == "cuda"):
+            for op in "all_gather", "reduce_scatter", "all_reduce", "broadcast":
+                assert crossings.offered(op, group, torch.device("cpu"))
+                assert not crossings.offered(op, group, cuda), op
+            problem = engines.Problem("all_gather_matmul", 4096, 64, 64, torch.bfloat16, 1 << 20)
+            assert set(engines.predict(problem, group, cuda)) == {"hosts", "generic"}
+
+
+def test_which_calls_of_gpus_run_in_two_levels(ranks: Any) -> None:
+    """Fused matmuls do; collectives are NCCL's, which knows the hosts by itself."""
+    ranks(4, gpus_body)
+
+
 def crossing_body(layout: str, rows: Sequence[int]) -> None:
     """What a host takes from the others is each of their rows once, in the order of its blocks."""
     with on_hosts(layout), patch.object(crossings, "_PART_BYTES", 8):
@@ -214,11 +231,13 @@ def test_a_rank_that_stays_away_is_named(own_ranks: Any, op: str) -> None:
     own_ranks(4).run(lost_body, op, timeout_s=60)
 
 
-def on_real_hosts(part: str, *more: str) -> subprocess.CompletedProcess[str]:
+def on_real_hosts(
+    part: str, *more: str, link: tuple[str, str] = ("-l", "1gbit")
+) -> subprocess.CompletedProcess[str]:
     """What two hosts of two ranks say, each in namespaces of its own."""
     script = Path(__file__).parents[1] / "hosts.sh"
     variables = os.environ | {"PYTHON": sys.executable}
-    command = [str(script), "-l", "1gbit", "-t", "90", "--", str(script.with_name("on_hosts.py"))]
+    command = [str(script), *link, "-t", "90", "--", str(script.with_name("on_hosts.py"))]
     run = subprocess.run([*command, part, *more], env=variables, capture_output=True, text=True)
     if run.returncode == 77:
         pytest.skip(run.stderr.strip())
@@ -230,6 +249,31 @@ def test_a_layer_on_real_hosts() -> None:
     run = on_real_hosts("layer")
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("hosts: ((0, 1), (2, 3))") == run.stdout.count("all is well") == 4
+
+
+@pytest.mark.slow
+def test_experts_on_real_hosts() -> None:
+    run = on_real_hosts("experts")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("at least") == 2 and run.stdout.count("all is well") == 4
+
+
+@pytest.mark.sweep  # half a minute
+def test_a_host_that_is_cut_off_is_named_on_both_sides() -> None:
+    run = on_real_hosts("cut")
+    found = re.findall(r"PeerTimeout of (\(.*\)) in (\d+) s on (\d)", run.stdout)
+    named = {int(rank): peers for peers, _, rank in found}
+    assert named == {0: "(2, 3)", 1: "(2, 3)", 2: "(0, 1)", 3: "(0, 1)"}, run.stdout + run.stderr
+    # The bound of 5 s, and those in which the absent are found, or the store does not answer.
+    assert all(int(s) <= 17 for _, s, _ in found), found
+
+
+@pytest.mark.slow
+def test_a_slow_and_lossy_network() -> None:
+    """A layer is right, however long its packets take."""
+    run = on_real_hosts("layer", link=("-e", "delay 200ms loss 1%"))
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("all is well") == 4
 
 
 @pytest.mark.slow
@@ -249,7 +293,7 @@ def test_training_on_real_hosts(tmp_path: Path) -> None:
 @pytest.mark.sweep  # half a minute
 def test_a_host_that_is_lost_is_named() -> None:
     run = on_real_hosts("lost")
-    found = re.findall(r"PeerTimeout of (\(.*\)) in (\d+) s", run.stdout)
+    found = re.findall(r"PeerTimeout of (\(.*\)) in (\d+) s on", run.stdout)
     assert len(found) == 2, run.stderr
     # The bound of 5 s, and the few seconds in which the absent are found.
     assert all(peers == "(2, 3)" and int(s) <= 15 for peers, s in found), found
