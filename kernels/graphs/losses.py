@@ -100,9 +100,9 @@ def _exchange(graph: Graph, largest: Node) -> list[Receipt]:
     told = [receipt_of(each, "all_gather", _WHY) for each in collectives]
     *values, exponent = _made(at, x, largest, picks)
     for collective, value in zip(collectives, values, strict=True):
-        arrived = _arrived(collective)
+        arrived, given = _arrived(collective), collective.all_input_nodes[0]
         here = Builder(graph, arrived)
-        here.replace(arrived, here.call(aten.reshape.default, value, here.sizes(arrived)))
+        here.replace(arrived, here.call(aten.reshape.default, value, here.sizes(given)))
     at.replace(raised, exponent)
     for old in (raised, *map(_arrived, collectives)):
         erase(graph, old)

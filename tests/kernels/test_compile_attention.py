@@ -144,6 +144,29 @@ def test_attention_to_gathered_keys_is_a_ring(ranks: Any, parts: int) -> None:
         assert inference == [("ring_attention", "attention")] * 2
 
 
+def of_any_length() -> list[Any]:
+    """One graph for all lengths; a mask of them cannot be evaluated."""
+    found = []
+    for call in bidirectional, functools.partial(causal, "contiguous"):
+        torch._dynamo.reset()
+        graphs: list[Receipts] = []
+        run = torch.compile(call, backend=by_pass(graphs), fullgraph=True, dynamic=True)
+        for shape in (2, 4, 6, D), (3, 4, 5, D):
+            given = [torch.randn(shape, requires_grad=True) for _ in range(3)]
+            pairs = []
+            for y in run(*given), call(*given):
+                pairs.append([y, *torch.autograd.grad(y.square().sum(), given)])
+            torch.testing.assert_close(*pairs, rtol=2e-5, atol=2e-5)
+        found.append([(r.fused, r.why) for receipts in graphs for r in receipts])
+    return found
+
+
+def test_sequences_of_any_length(ranks: Any) -> None:
+    for plain, masked in ranks(2, of_any_length):
+        assert plain == fused("attention")
+        assert masked[:2] == [("", "its mask has sizes that are not known")] * 2
+
+
 def others() -> list[Any]:
     calls = from_zero, in_a_window, biased, used_again, keys_alone
     found = [{why for _, why in held(call)} for call in calls]
