@@ -176,13 +176,20 @@ def _maximized(node: Node) -> Node | None:
         node = node.all_input_nodes[0]
     if not is_call(node, aten.amax.default, aten.max.dim):
         return None
-    x = node.all_input_nodes[0]
+    x = _named_first(node.all_input_nodes[0])
     return x if len(shape(x)) > 1 and _is_last(node.args[1], x) else None
+
+
+def _named_first(node: Any) -> Any:
+    """What a node is another name of, as torch 2.11 leaves what is detached."""
+    while is_call(node, aten.alias.default, aten.detach.default):
+        node = node.args[0]
+    return node
 
 
 def _subtracts(node: Node, x: Node) -> bool:
     """Whether it is x minus a number of each row."""
-    if not is_call(node, aten.sub.Tensor) or node.args[0] is not x or node.kwargs:
+    if not is_call(node, aten.sub.Tensor) or _named_first(node.args[0]) is not x or node.kwargs:
         return False
     rows = node.args[1]
     column = [*map(str, shape(x)[:-1]), "1"]

@@ -173,8 +173,9 @@ def checkpointed() -> list[tuple[int, int, set[str]]]:
 
 
 def test_activation_checkpointing(ranks: Any) -> None:
+    again = 3 if torch.__version__ >= "2.12" else 2  # torch 2.11 keeps what it has gathered
     for found in ranks(2, checkpointed):
-        assert found == [(2, 2, set()), (3, 3, set())]
+        assert found == [(2, 2, set()), (again, again, set())]
 
 
 def served() -> list[tuple[int, int, set[str]]]:
