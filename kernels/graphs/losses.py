@@ -115,7 +115,8 @@ def _made(at: Builder, x: Node, largest: Node, picks: list[_Pick]) -> list[Node]
     column = [*at.sizes(x)[:-1], 1]
     own = at.call(aten.reshape.default, largest.all_input_nodes[0], column)
     # A rank all of whose logits are -inf adds nothing.
-    bottom = at.call(aten.full_like.default, own, torch.finfo(dtype).min)
+    least, device = torch.finfo(dtype).min, x.meta["val"].device
+    bottom = at.call(aten.full.default, [], least, dtype=dtype, device=device)
     safe = at.call(aten.maximum.default, own, bottom)
     e = at.call(aten.exp.default, at.call(aten.sub.Tensor, x, safe))
     told = [safe, at.call(aten.sum.dim_IntList, e, [-1], True)]
