@@ -351,11 +351,12 @@ def _layout_of(mask: Node, rank: int, ranks: int) -> str:
     needed = ancestors([mask])
     compared = [node for node in needed if is_call(node, *_COMPARISONS)]
     rows, columns = [*shape(mask)][-2:] if len(shape(mask)) > 1 else (0, 0)
-    known = isinstance(rows, int) and isinstance(columns, int)
+    if not all(isinstance(size, int) for size in shape(mask)):
+        raise _RefusedError("its mask has sizes that are not known")
     if not is_constant(needed):
         raise _RefusedError("its mask is made of more than positions")
     # Of one row, ranks could not tell from their own masks that it is causal.
-    if len(compared) != 1 or not known or rows < 2 or columns != rows * ranks:
+    if len(compared) != 1 or rows < 2 or columns != rows * ranks:
         raise refused
     if mask.meta["val"].numel() > _MOST_PAIRS:
         raise _RefusedError("its mask is too large to be evaluated")

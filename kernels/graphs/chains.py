@@ -118,17 +118,26 @@ def scattered_along(source: Node, parts: int) -> tuple[Node, int]:
         dim = _dim_of(cut, 2)
         if _pieces(cut, dim, parts) == list(pieces) and dim > 0:
             return cut.all_input_nodes[0], dim
-    elif is_call(pieces[0], aten.slice.Tensor) and isinstance(cut, Node):
+    elif isinstance(cut, Node) and all(is_call(piece, aten.slice.Tensor) for piece in pieces):
         dim = _dim_of(pieces[0], 1)
         length = shape(cut)[dim]
-        if isinstance(length, int) and length % parts == 0:
-            step = length // parts
-            even = [(cut, dim, i * step, (i + 1) * step) for i in range(parts)]
-            given = [(p.args[0], _dim_of(p, 1), *p.args[2:]) for p in pieces if len(p.args) > 1]
-            ends = [(*each[:3], min(each[3], length)) if len(each) == 4 else () for each in given]
-            if all(is_call(p, pieces[0].target) for p in pieces) and ends == even and dim > 0:
-                return cut, dim
+        ends = [length // parts * i for i in range(parts)] + [length]
+        even = [(cut, dim, *map(str, ends[i : i + 2])) for i in range(parts)]
+        if [_sliced(piece) for piece in pieces] == even and length % parts == 0 and dim > 0:
+            return cut, dim
     return source, 0
+
+
+def _sliced(piece: Node) -> tuple[Any, ...]:
+    """Of what, along which dim, from where to where; sizes as text, as they may be symbols."""
+    of, _, *ends = piece.args[:4]
+    dim = _dim_of(piece, 1)
+    length = shape(piece.all_input_nodes[0])[dim]
+    values = [each.meta["val"] if isinstance(each, Node) else each for each in ends]
+    if len(values) == 2 and isinstance(values[1], int) and isinstance(length, int):
+        values[1] = min(values[1], length)
+    told = map(str, values if piece.args[4:] in ((), (1,)) else [])
+    return of, dim, *told
 
 
 def _pieces(split: Node, dim: int, parts: int) -> list[Node]:

@@ -100,9 +100,9 @@ def _exchange(graph: Graph, largest: Node) -> list[Receipt]:
     told = [receipt_of(each, "all_gather", _WHY) for each in collectives]
     *values, exponent = _made(at, x, largest, picks)
     for collective, value in zip(collectives, values, strict=True):
-        arrived = _arrived(collective)
+        arrived, given = _arrived(collective), collective.all_input_nodes[0]
         here = Builder(graph, arrived)
-        here.replace(arrived, here.call(aten.reshape.default, value, here.sizes(arrived)))
+        here.replace(arrived, here.call(aten.reshape.default, value, here.sizes(given)))
     at.replace(raised, exponent)
     for old in (raised, *map(_arrived, collectives)):
         erase(graph, old)
@@ -115,7 +115,8 @@ def _made(at: Builder, x: Node, largest: Node, picks: list[_Pick]) -> list[Node]
     column = [*at.sizes(x)[:-1], 1]
     own = at.call(aten.reshape.default, largest.all_input_nodes[0], column)
     # A rank all of whose logits are -inf adds nothing.
-    bottom = at.call(aten.full_like.default, own, torch.finfo(dtype).min)
+    least, device = torch.finfo(dtype).min, x.meta["val"].device
+    bottom = at.call(aten.full.default, [], least, dtype=dtype, device=device)
     safe = at.call(aten.maximum.default, own, bottom)
     e = at.call(aten.exp.default, at.call(aten.sub.Tensor, x, safe))
     told = [safe, at.call(aten.sum.dim_IntList, e, [-1], True)]
@@ -176,13 +177,20 @@ def _maximized(node: Node) -> Node | None:
         node = node.all_input_nodes[0]
     if not is_call(node, aten.amax.default, aten.max.dim):
         return None
-    x = node.all_input_nodes[0]
+    x = _named_first(node.all_input_nodes[0])
     return x if len(shape(x)) > 1 and _is_last(node.args[1], x) else None
+
+
+def _named_first(node: Any) -> Any:
+    """What a node is another name of, as torch 2.11 leaves what is detached."""
+    while is_call(node, aten.alias.default, aten.detach.default):
+        node = node.args[0]
+    return node
 
 
 def _subtracts(node: Node, x: Node) -> bool:
     """Whether it is x minus a number of each row."""
-    if not is_call(node, aten.sub.Tensor) or node.args[0] is not x or node.kwargs:
+    if not is_call(node, aten.sub.Tensor) or _named_first(node.args[0]) is not x or node.kwargs:
         return False
     rows = node.args[1]
     column = [*map(str, shape(x)[:-1]), "1"]

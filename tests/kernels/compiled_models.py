@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 -m tests.kernels.compiled_models
 
 prints for each its collectives, those fused, why others stay, and milliseconds of a step: torch's,
-and rewritten.
+and rewritten. `mlp 512x512x2048 ..` does that for torch's DTensor MLP of these shapes, tokens x
+hidden x ffn, and tells the seconds of the first step, which compiles, with empty caches.
 """
 
 from __future__ import annotations
@@ -266,10 +267,73 @@ def step(
     return logits
 
 
+def mlp(shape: str) -> tuple[nn.Module, torch.Tensor]:
+    """Torch's column and row parallel styles, and this rank's shard of the tokens."""
+    tokens, hidden, ffn = map(int, shape.split("x"))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = nn.Sequential(nn.Linear(hidden, ffn), nn.ReLU(), nn.Linear(ffn, hidden))
+    rows = Shard(0)
+    plan = {
+        "0": ColwiseParallel(input_layouts=rows),
+        "2": RowwiseParallel(output_layouts=rows),
+    }
+    parallelize_module(model, mesh, plan)
+    return model, torch.randn(tokens // dist.get_world_size(), hidden, requires_grad=True)
+
+
+def slowest(seconds: list[list[float]]) -> list[float]:
+    """Medians of the slower rank."""
+    medians = torch.tensor([statistics.median(each) for each in seconds])
+    dist.all_reduce(medians, dist.ReduceOp.MAX)
+    found: list[float] = medians.tolist()
+    return found
+
+
+def time_mlps(shapes: list[str]) -> None:
+    """Forward and backward, as torch and as weft compile them, in turn; and compiling."""
+    from torch._inductor import utils
+
+    empty: Any = getattr(utils, "fresh_cache", None) or utils.fresh_inductor_cache
+    for shape in shapes:
+        first: list[list[float]] = [[], []]
+        steps: list[list[float]] = [[], []]
+        model, x = mlp(shape)
+        backends: list[Any] = ["inductor", weft.compile_backend]
+
+        def timed(run: Any, into: list[float], x: torch.Tensor = x) -> None:
+            dist.barrier()
+            began = time.perf_counter()
+            run(x).sum().backward()
+            into.append(time.perf_counter() - began)
+
+        for _ in range(3):
+            for backend, into in zip(backends, first, strict=True):
+                torch._dynamo.reset()
+                with empty():
+                    timed(torch.compile(model, backend=backend), into)
+        torch._dynamo.reset()
+        runs = [torch.compile(model, backend=backend) for backend in backends]
+        for _ in range(2 + 15):
+            for run, into in zip(runs, steps, strict=True):
+                timed(run, into)
+        torchs, wefts, told, compiled = *slowest([s[2:] for s in steps]), *slowest(first)
+        if dist.get_rank() == 0:
+            print(
+                f"| {shape} | {1e3 * torchs:.1f} | {1e3 * wefts:.1f} | {torchs / wefts:.2f} | "
+                f"{told:.1f} | {compiled:.1f} | {compiled / told:.2f} |",
+                flush=True,
+            )
+
+
 def main() -> None:
     """Steps as torch and as weft compile them, in turn; the slower rank's median."""
     dist.init_process_group("gloo")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))
+    if sys.argv[1:2] == ["mlp"]:
+        time_mlps(sys.argv[2:])
+        weft.close()
+        dist.destroy_process_group()
+        return
     size = Size(1, 512, 1408, 8, 4, 1024, 2, 512)
     tokens = torch.randint(size.vocabulary, (size.batch, size.length))
     for kind in sys.argv[1:] or ("torchtitan", "FSDP2 x TP", "transformers"):
@@ -289,9 +353,7 @@ def main() -> None:
                 began = time.perf_counter()
                 step(call, parameters, tokens, False)
                 times.append(time.perf_counter() - began)
-        medians = torch.tensor([statistics.median(times) for *_, times in runs])
-        dist.all_reduce(medians, dist.ReduceOp.MAX)
-        torchs, wefts = (1e3 * medians).tolist()
+        torchs, wefts = (1e3 * each for each in slowest([times for *_, times in runs]))
         missed = {each.why for each in told if not each.fused}
         if dist.get_rank() == 0:
             print(

@@ -68,6 +68,24 @@ def in_place(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return losses.mean()
 
 
+def of_any_length() -> list[str]:
+    torch._dynamo.reset()
+    graphs: list[Receipts] = []
+    run = torch.compile(in_place, backend=by_pass(graphs), fullgraph=True, dynamic=True)
+    for rows in R, 2 * R:
+        x, target = torch.randn(rows, V, requires_grad=True), torch.arange(rows)
+        made, plain = run(x, target), in_place(x, target)
+        torch.testing.assert_close(made, plain, rtol=1e-5, atol=1e-5)
+        grads = [torch.autograd.grad(y, x)[0] for y in (made, plain)]
+        torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6)
+    return [r.fused for receipts in graphs for r in receipts]
+
+
+def test_any_number_of_rows(ranks: Any) -> None:
+    for found in ranks(2, of_any_length):
+        assert found == ["all_gather"] * 3
+
+
 def held(kind: str, blank: bool) -> list[tuple[str, str]]:
     """What became of the collectives of a loss, which is that of whole logits in float64."""
     torch._dynamo.reset()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
 from torch.distributed._functional_collectives import (
     all_gather_tensor_autograd,
     reduce_scatter_tensor_autograd,
@@ -92,6 +94,47 @@ def test_torchtitan_llama(ranks: Any) -> None:
             assert found == [(5, 7, {NO_PRODUCER, NO_CONSUMER}), (5, 6, {NO_CONSUMER})]
 
 
+_NCCL = "torch.distributed.is_nccl_available"
+
+
+def asynchronous(kind: str) -> list[tuple[int, int]]:
+    """Of each graph: the matmuls with a collective that torch's asynchronous TP fuses, and weft.
+
+    It fuses nothing but on GPUs with symmetric memory: its pass is told that there is some, and
+    given a copy of each graph.
+    """
+    counts: list[tuple[int, int]] = []
+    rewritten = CompilePass()
+
+    def compiled(module: Any, _: Any) -> Any:
+        given = torch.fx.Graph()
+        given.output(given.graph_copy(module.graph, {}))
+        for node in given.nodes:  # as Inductor does before its passes
+            if node.target is torch.ops.aten.view.default:
+                node.target = torch.ops.aten.reshape.default
+        enabled = "torch.distributed._symmetric_memory.is_symm_mem_enabled_for_group"
+        with mock.patch(enabled, return_value=True), mock.patch(_NCCL, return_value=True):
+            micro_pipeline_tp_pass(given)
+        fused = [str(node.target) for node in given.nodes]
+        by_torch = sum(name.startswith("symm_mem.fused_") for name in fused)
+        counts.append((by_torch, rewritten(module).fused))
+        return make_boxed_func(module.forward)
+
+    cut = partial(min_cut_rematerialization_partition, compiler="inductor")
+    decompositions = select_decomp_table()
+    backend = aot_autograd(fw_compiler=compiled, partition_fn=cut, decompositions=decompositions)
+    made, one = trained(kind, backend, False)
+    for mine, theirs in zip(made, one, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    return counts
+
+
+def test_what_asynchronous_tp_fuses_and_misses(ranks: Any) -> None:
+    for forward, backward in ranks(2, asynchronous, "torchtitan"):
+        # All of its matches, and the two gradients that it misses with torch 2.13.
+        assert forward == (5, 5) and backward[1] == 5 >= backward[0]
+
+
 @pytest.mark.slow
 def test_fully_shard_beside_tensor_parallel(ranks: Any) -> None:
     for found in ranks(4, held, "FSDP2 x TP", False):
@@ -130,8 +173,9 @@ def checkpointed() -> list[tuple[int, int, set[str]]]:
 
 
 def test_activation_checkpointing(ranks: Any) -> None:
+    again = 3 if torch.__version__ >= "2.12" else 2  # torch 2.11 keeps what it has gathered
     for found in ranks(2, checkpointed):
-        assert found == [(2, 2, set()), (3, 3, set())]
+        assert found == [(2, 2, set()), (again, again, set())]
 
 
 def served() -> list[tuple[int, int, set[str]]]:

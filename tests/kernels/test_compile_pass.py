@@ -19,9 +19,10 @@ from torch.distributed._functional_collectives import (
     reduce_scatter_tensor,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    PrepareModuleInputOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -139,6 +140,15 @@ def dtensor_model(kind: str) -> tuple[nn.Module, torch.Tensor]:
     layouts: dict[str, Any] = {} if whole else {"input_layouts": Shard(1)}
     back: dict[str, Any] = {} if whole else {"output_layouts": Shard(1), "use_local_output": False}
     model: nn.Module
+    if kind == "prepared":
+        model = nn.Sequential(nn.Linear(H, F), nn.ReLU(), nn.Linear(F, H))
+        rowwise = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+        parallelize_module(model, mesh(), {"0": ColwiseParallel(), "2": rowwise})
+        around = PrepareModuleInputOutput(
+            input_layouts=Shard(1), desired_input_layouts=Replicate(),
+            output_layouts=Shard(1), desired_output_layouts=Shard(1),
+        )  # fmt: skip
+        return parallelize_module(model, mesh(), around), own_part(1)
     if kind.startswith("mlp"):
         plan: dict[str, Any] = {"up": ColwiseParallel(**layouts), "down": RowwiseParallel(**back)}
         if not whole:
@@ -180,6 +190,16 @@ def test_styles_of_torch_are_fused_forward_and_backward(ranks: Any) -> None:
     for found in ranks(2, torch_styles, "attention whole"):
         once = added_up("all_reduce", SUM)
         assert found == [[REDUCE], once]
+
+
+@pytest.mark.slow
+def test_styles_of_torch_on_four_ranks(ranks: Any) -> None:
+    one = (*GATHER, "1 matmul")
+    for kind in "mlp sequence", "prepared":
+        for found in ranks(4, torch_styles, kind):
+            assert found == [[one, SCATTER], [one, SCATTER]]
+    for found in ranks(4, torch_styles, "attention whole"):
+        assert found == [[REDUCE], added_up("all_reduce", SUM)]
 
 
 def shared_gather() -> list[list[tuple[str, str, str]]]:
