@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if results.timeline is not None:
         _tell(results.timeline, args.trace, args.plot)
     if args.hosts and args.hardware:
-        levels.tell(calls.values(), PRESETS[args.hardware], len(args.hosts), args.hosts[0])
+        levels.tell_times(calls.values(), PRESETS[args.hardware], len(args.hosts), args.hosts[0])
     if args.compile:
         sys.stdout.flush()
         path = Path(args.script.partition(":")[0])

@@ -39,7 +39,7 @@ Tensors = Sequence[torch.Tensor]
 _Call = TypeVar("_Call", DispatchCall, CombineCall)
 
 
-def refusal(routing: Roster | Routing) -> str:
+def set_refusal(routing: Roster | Routing) -> str:
     """Why tokens cannot go host by host; empty if they can."""
     tp, hosts = routing.tensor_parallel_size, routing.group.hosts
     sets = [{rank // tp for rank in ranks} for ranks in hosts]

@@ -42,7 +42,7 @@ from weft.kernels.engine.engines import (
 from weft.kernels.engine.epilogues import Activation
 from weft.kernels.engine.fp8 import FP8, Quantize, check_quantize
 from weft.kernels.engine.local_matmul import on_cpu
-from weft.kernels.experts.across import crossings, refusal
+from weft.kernels.experts.across import crossings, set_refusal
 from weft.kernels.experts.calls import DispatchCall, DispatchMade, engine_module
 from weft.kernels.experts.grouped import grouped_matmul
 from weft.kernels.experts.routing import (
@@ -310,7 +310,7 @@ def _tokens_over_hosts(
 ) -> TokensOverHosts | None:
     """What moves in two levels; None if the call cannot go host by host."""
     group, k = routing.group, routing.top_k
-    if not group.hosts or not on_cpu(x) or not any(routing.tokens) or refusal(routing):
+    if not group.hosts or not on_cpu(x) or not any(routing.tokens) or set_refusal(routing):
         return None
     moved_columns = sum(w.shape[2] for w in weights) if "combine" in op and weights else x.shape[1]
     T, H = sum(routing.tokens) / group.world_size, len(group.hosts)

@@ -119,7 +119,7 @@ def dispatch_few(
     return routing, DispatchMade(ys, None, sums or (ys if activation else []))
 
 
-def combined(
+def call_combine(
     op: str,
     told: tuple[Hashable, ...],
     routing: Routing,
@@ -203,7 +203,7 @@ def dispatch_backward(
         rows = dispatched(op, told, routing, x, quantize=call.quantize is not None).rows
     if needs_x:
         backs = [w.transpose(1, 2) for w in weights]
-        dx = combined(op, told, routing, dzs, backs, routing.wire(x))
+        dx = call_combine(op, told, routing, dzs, backs, routing.wire(x))
     dws: list[torch.Tensor | None] = [None] * len(weights)
     for i, (w, dz, need) in enumerate(zip(weights, dzs, needs_w, strict=False)):
         if need and rows is not None:
@@ -217,7 +217,7 @@ def combine_forward(
 ) -> torch.Tensor:
     op, ws = "grouped_matmul_combine", [] if w is None else [w]
     told = call.told(h.shape[1] if w is None else w.shape[2], h.dtype)
-    return combined(op, told, call.routing, [h], ws, call.wire, weights)
+    return call_combine(op, told, call.routing, [h], ws, call.wire, weights)
 
 
 def combine_backward(
@@ -246,7 +246,7 @@ def combine_backward(
     dh = dw = dweights = None
     if needs_weights and weights is not None:
         parts = (back.float() * h).sum(1, keepdim=True)
-        dweights = combined(op, told, routing, [parts], [], torch.float32, by_slot=True)
+        dweights = call_combine(op, told, routing, [parts], [], torch.float32, by_slot=True)
         dweights = dweights.view(weights.shape).to(weights.dtype)
     if needs_h:
         dh = back if scale is None else (back * scale).to(h.dtype)

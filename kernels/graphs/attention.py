@@ -74,7 +74,7 @@ class _RefusedError(Exception):
     """Why attention stays as it is, in a word."""
 
 
-def attend(graph: Graph) -> tuple[list[Receipt], dict[Node, str]]:
+def fuse_attention(graph: Graph) -> tuple[list[Receipt], dict[Node, str]]:
     """Make ring attention of attention to what is gathered.
 
     Returns:

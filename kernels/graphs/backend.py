@@ -15,7 +15,7 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
 
-from weft.kernels.graphs.receipts import Receipts, keep
+from weft.kernels.graphs.receipts import Receipts, keep_receipts
 from weft.kernels.graphs.rewriting import rewrite
 
 _HOOKS = {"joint_custom_pre_pass": True, "post_grad_custom_pre_pass": False}
@@ -101,7 +101,7 @@ def compile_backend(
     strict, code = bool(patches.pop("strict", False)), _code_being_compiled()
 
     def told(receipts: Receipts) -> None:
-        keep(code, receipts)
+        keep_receipts(code, receipts)
 
     # A graph that Inductor finds in its cache has been rewritten before, and has no receipts.
     patches["fx_graph_cache"] = False

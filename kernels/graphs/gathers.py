@@ -28,12 +28,12 @@ from weft.kernels.graphs.chains import (
     shape,
     waited,
 )
-from weft.kernels.graphs.sums import PRODUCTS, Outcome, counted, is_plain, operands
+from weft.kernels.graphs.sums import PRODUCTS, Outcome, counted, is_taken, operands
 
 _ops: Any = torch.ops.weft
 
 
-def gather(graph: Graph, node: Node) -> Outcome:
+def fuse_gather(graph: Graph, node: Node) -> Outcome:
     """An all_gather and what multiplies it."""
     x, parts, group = node.args
     assert isinstance(x, Node) and isinstance(parts, int)
@@ -200,7 +200,7 @@ def _takes(product: Node, rows: Node) -> bool:
     if _is_scaled(product):
         scale: Any = product.args[2]
         one = scale.meta["val"].numel() == 1  # of rows, they would have to be gathered
-        return product.args[0] is rows and product.args[1] is not rows and one and is_plain(product)
+        return product.args[0] is rows and product.args[1] is not rows and one and is_taken(product)
     if is_call(product, aten.bmm.default):  # of one matrix, as torch.einsum makes it
         return product.args[0] is rows and shape(rows)[0] == 1
     if not _is_addmm(product) or product.args[1] is not rows or product.kwargs:

@@ -55,7 +55,7 @@ class _Pick(NamedTuple):
     hides: bool
 
 
-def exchange(graph: Graph) -> list[Receipt]:
+def fuse_loss(graph: Graph) -> list[Receipt]:
     """Make one exchange of the collectives of each cross-entropy; returns their receipts."""
     told: list[Receipt] = []
     for node in list(graph.nodes):

@@ -31,7 +31,7 @@ from weft.kernels.graphs.sums import are_cut, is_sum, terms_of
 _KINDS = (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default)
 
 
-def merge(graph: Graph) -> dict[Node, list[str]]:
+def merge_sums(graph: Graph) -> dict[Node, list[str]]:
     """Make one of those with no other collective in between.
 
     Returns:

@@ -41,7 +41,7 @@ class Norm:
     eps: float
 
 
-def normalize(graph: Graph, collective: Node, arrived: Node) -> bool:
+def normalize_sum(graph: Graph, collective: Node, arrived: Node) -> bool:
     """Whether an all_reduce, a sum that is waited for as `arrived`, is now one op with its norm."""
     given, op, group = collective.args
     assert isinstance(given, Node)

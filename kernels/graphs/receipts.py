@@ -88,7 +88,7 @@ def receipt_of(node: torch.fx.Node, fused: str, why: str) -> Receipt:
 _kept: weakref.WeakKeyDictionary[CodeType, list[Receipts]] = weakref.WeakKeyDictionary()
 
 
-def keep(code: CodeType | None, receipts: Receipts) -> None:
+def keep_receipts(code: CodeType | None, receipts: Receipts) -> None:
     """Keep them for `receipts_of`, log them, and tell listeners of `weft.explain`."""
     if code is not None:
         _kept.setdefault(code, []).append(receipts)

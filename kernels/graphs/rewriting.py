@@ -23,13 +23,13 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from weft.errors import WeftError
-from weft.kernels.graphs.attention import attend
+from weft.kernels.graphs.attention import fuse_attention
 from weft.kernels.graphs.chains import c10d, once
-from weft.kernels.graphs.gathers import gather
-from weft.kernels.graphs.losses import exchange
-from weft.kernels.graphs.merging import merge
+from weft.kernels.graphs.gathers import fuse_gather
+from weft.kernels.graphs.losses import fuse_loss
+from weft.kernels.graphs.merging import merge_sums
 from weft.kernels.graphs.receipts import Receipt, Receipts, collective_of, receipt_of
-from weft.kernels.graphs.sums import Outcome, reduce, scatter
+from weft.kernels.graphs.sums import Outcome, fuse_scatter, reduce
 
 
 class MissedFusionError(WeftError):
@@ -50,11 +50,11 @@ def rewrite(graph: Graph, *, strict: bool = False, joint: bool = False) -> Recei
         MissedFusionError: `strict`, and there is one; all others have been rewritten.
     """
     missed: list[Receipt] = []
-    found, beside_attention = attend(graph)
+    found, beside_attention = fuse_attention(graph)
     if joint:
         return Receipts(found)
-    found += exchange(graph)
-    gathered, summed = once(graph), merge(graph)
+    found += fuse_loss(graph)
+    gathered, summed = once(graph), merge_sums(graph)
     for node in list(graph.nodes):
         if node._erased or not (name := collective_of(node)):
             continue
@@ -83,7 +83,7 @@ def rewrite(graph: Graph, *, strict: bool = False, joint: bool = False) -> Recei
 
 
 _HANDLERS: dict[Any, Callable[[Graph, Node], Outcome]] = {
-    c10d.all_gather_into_tensor.default: gather,
-    c10d.reduce_scatter_tensor.default: scatter,
+    c10d.all_gather_into_tensor.default: fuse_gather,
+    c10d.reduce_scatter_tensor.default: fuse_scatter,
     c10d.all_reduce.default: reduce,
 }

@@ -34,7 +34,7 @@ from weft.kernels.graphs.chains import (
     shape,
     waited,
 )
-from weft.kernels.graphs.norms import normalize
+from weft.kernels.graphs.norms import normalize_sum
 
 _ops: Any = torch.ops.weft
 # What a handler returns: the fused op, or nothing; why; whether a matmul stands beside.
@@ -47,7 +47,7 @@ def counted(count: int, what: str) -> str:
     return f"{count} {what}{'s' * (count > 1)}"
 
 
-def scatter(graph: Graph, node: Node) -> Outcome:
+def fuse_scatter(graph: Graph, node: Node) -> Outcome:
     """A reduce_scatter and what it adds up."""
     source, op, parts, group = node.args
     assert isinstance(source, Node) and isinstance(parts, int) and isinstance(op, str)
@@ -78,7 +78,7 @@ def reduce(graph: Graph, node: Node) -> Outcome:
     arrived = waited(node)
     if arrived is not None:
         forget_in_place(given, arrived)
-        if normalize(graph, node, arrived):
+        if normalize_sum(graph, node, arrived):
             return "all_reduce_residual_rms_norm", "the norm of its sum", True
     whole, factors = _unscaled(given)
     terms, refusal = terms_of(node, whole)
@@ -159,7 +159,7 @@ def operands(product: Node) -> Any:
     return product.args[1:3] if is_call(product, aten.addmm.default) else product.args[:2]
 
 
-def is_plain(scaled: Node) -> bool:
+def is_taken(scaled: Node) -> bool:
     """Whether a scaled product is one that the ops take: of e4m3, with no more than scales."""
     both = {each.meta["val"].dtype for each in scaled.all_input_nodes[:2]}
     named = zip(scaled.target._schema.arguments, scaled.args, strict=False)  # type: ignore[union-attr]
@@ -265,7 +265,7 @@ def terms_of(collective: Node, whole: Node) -> tuple[list[Node], str]:
         refusals.insert(0, f"a matmul cannot be fused with {op!r}")
     elif any(is_call(t, aten.addmm.default) and not _adds_row(t) for t in terms):
         refusals.insert(0, "each rank adds a matrix of its own")
-    elif scaled and (len(terms) > 1 or not all(map(is_plain, scaled))):
+    elif scaled and (len(terms) > 1 or not all(map(is_taken, scaled))):
         refusals.insert(0, "of scaled products, one of e4m3 without a bias is fused")
     elif others:
         refusals.insert(0, "each rank adds what no matmul makes")

@@ -142,7 +142,9 @@ def layer_times(
     return LayerTimes(two_levels, flat, sharded)
 
 
-def tell(calls: Iterable[settings.Decision], hardware: Hardware, hosts: int, ranks: int) -> None:
+def tell_times(
+    calls: Iterable[settings.Decision], hardware: Hardware, hosts: int, ranks: int
+) -> None:
     """Print what the fused matmuls of all ranks among some calls take, in two levels and flat."""
     rail = hardware.rail_bandwidth / 1e9
     print(f"bf16 on {hosts} x {ranks} {hardware.name}, {rail:g} GB/s from each to other hosts:")

@@ -31,7 +31,7 @@ from torch.nn import functional
 
 import weft
 from weft.kernels.graphs.backend import CompilePass
-from weft.kernels.graphs.receipts import Receipt, Receipts, keep, receipts_of
+from weft.kernels.graphs.receipts import Receipt, Receipts, keep_receipts, receipts_of
 from weft.kernels.graphs.rewriting import MissedFusionError
 
 H, F, S, B = 16, 24, 8, 2
@@ -513,5 +513,5 @@ def test_receipts_of_what_is_decorated() -> None:
         forward()
 
     told = Receipts([Receipt("all_reduce", ("2",), "", "no matmul makes what it adds up")])
-    keep(decorated.__code__, told)
+    keep_receipts(decorated.__code__, told)
     assert receipts_of(decorated) == told and receipts_of(forward) == ()

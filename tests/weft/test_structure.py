@@ -146,6 +146,35 @@ def test_a_kernel_can_be_read_at_a_sitting() -> None:
                 assert text.startswith('"""'), path
 
 
+# Names that several modules have for one thing: each kernel, engine or hook has its own.
+SHARED = {
+    *("workspace_bytes", "workspace_for", "room_for", "pitch_of", "publish", "main"),
+    *("run_backward", "hosts_forward", "dispatch_forward", "dispatch_backward"),
+    *("combine_forward", "combine_backward", "installed", "requirements", "prices_of", "forget"),
+    *("load", "write", "path_of"),
+    # Those of torch: the public call, and what carries it out or is called in its place.
+    *("DTensor", "all_reduce", "all_to_all", "broadcast", "barrier", "gather", "scatter", "save"),
+    *("matmul", "mm", "grouped_matmul", "dispatch"),
+}
+
+
+def test_a_name_has_one_meaning() -> None:
+    modules: dict[str, set[str]] = {}
+    for folder in ("collectives", "kernels", "dtensor", "sim"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                    modules.setdefault(node.name, set()).add(str(path.relative_to(ROOT)))
+    several = {
+        name: sorted(where)
+        for name, where in modules.items()
+        if len(where) > 1 and not name.startswith("_")
+    }
+    meanings = {name: where for name, where in several.items() if name not in SHARED}
+    assert not meanings, "name one of them otherwise, or, if it is the same thing, add it to SHARED"
+    assert set(several) == SHARED
+
+
 def room_of(name: str) -> tuple[str, str]:
     """Of weft.kernels.matmul.all_gather: kernels, matmul."""
     _, folder, room, *_ = [*name.split("."), "", "."]
