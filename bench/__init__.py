@@ -1,4 +1,10 @@
-"""Benchmarks: `weft bench --help`."""
+"""Benchmarks: `weft bench --help`.
+
+May import all of weft; of `weft.sim` what plays launches on chips that are not here. Read `rows`
+(results), `measure` and `bounds` (how they are made, and what they are held against), `blocks` and
+`suites` (what is timed), `report` (what is shown), `runner`, `cli`; `published`, `solo` and `host`
+are commands of their own.
+"""
 
 if not __name__.startswith("weft."):
     raise ImportError(

@@ -1,4 +1,10 @@
-"""Symmetric memory, device-side signals, and collectives on them."""
+"""Symmetric memory, device-side signals, and collectives on them.
+
+May import `weft.settings` and `weft.errors`: nothing of ours lies below. Read `ranks` (who takes
+part, what they have called), `memory` (which all of a group see), `device` (signals between
+kernels), `kernels`, then `movement` and `collective_ops`, what is public; `topology` and `hosts`
+(several hosts), `cost` and `prices` (what calls take), `process_groups` (torch's).
+"""
 
 if not __name__.startswith("weft."):
     raise ImportError(
@@ -82,3 +88,8 @@ def __getattr__(name: str) -> object:
 
         return weft.collectives.device.signals
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """What is public, for completion."""
+    return sorted([*__all__, "signals"])

@@ -1,4 +1,9 @@
-"""DTensor: tensors sharded over a mesh, with the meaning of `torch.distributed.tensor`."""
+"""DTensor: tensors sharded over a mesh, with the meaning of `torch.distributed.tensor`.
+
+May import `weft.collectives` and `weft.kernels`. Read `layout` (who has which part), `tensor`,
+`move` (from layout to layout), `dispatch` (from a call to its plan) and `rules`, `fused` (what runs
+as kernels), `api` (functions on tensors), `parallel` (styles) and `plans`; `checkpoint`, `interop`.
+"""
 
 if not __name__.startswith("weft."):
     raise ImportError(
@@ -64,3 +69,8 @@ __all__ = [
     "to_torch",
     "zeros",
 ]
+
+
+def __dir__() -> list[str]:
+    """What is public, for completion."""
+    return sorted([*__all__, "checkpoint", "debug", "experimental", "notation", "parallel"])

@@ -82,3 +82,8 @@ __all__ = [
     "vocab_parallel_cross_entropy",
     "zigzag_sizes",
 ]
+
+
+def __dir__() -> list[str]:
+    """What is public, for completion."""
+    return sorted(__all__)

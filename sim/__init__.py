@@ -1,4 +1,9 @@
-"""Virtual ranks: run kernels and collectives of any number of ranks in one process, checked."""
+"""Virtual ranks: run kernels and collectives of any number of ranks in one process, checked.
+
+May import `weft.collectives`, `weft.kernels` and `weft.dtensor`, none of which imports it. Read
+`run` (virtual ranks, and what torch.distributed is to them), `schedule` (who runs next), `check`
+(races, bounds, values), `time` (what it takes on a chip), `hooks` (how Triton's interpreter tells).
+"""
 
 if not __name__.startswith("weft."):
     raise ImportError(
@@ -34,3 +39,8 @@ __all__ = [
     "run_on_gpu",
     "untimed",
 ]
+
+
+def __dir__() -> list[str]:
+    """What is public, for completion."""
+    return sorted(__all__)

@@ -1,5 +1,5 @@
 """What is shown of results: tables, plots, the HTML page, comparisons.
 
-May import `bench.rows`, `bench.registry` and `bench.suites`. Read `tables`, `terminal`, `plots`,
-`advice`, `html`, `report`, `compare`; `plan` draws one of `weft.dtensor.plan`.
+May import `bench.rows`, `bench.registry`, `bench.blocks` and `bench.suites`. Read `tables`,
+`terminal`, `plots`, `advice`, `html`, `report`, `compare`; `plan` draws one of `weft.dtensor.plan`.
 """

@@ -3,6 +3,19 @@
 Each is enqueued in the current stream and captured by CUDA graphs; generations live in device
 memory and are advanced by the kernels themselves, so that a replay continues the count. Launching a
 kernel takes longer than signalling peers, so one launch serves any number of consecutive ranks.
+
+    stream of rank 0    begin | copies, kernels | post -----> | wait <----- | more | end
+    stream of rank 1    begin | more            | wait <-- .. | post -----> | ..   | end
+
+    begin   reads GENERATION and holds it for this call
+    post    stores the call's number in the words of the ranks named: release at system scope
+    wait    acquires the own words of the ranks named at system scope, until they have that number
+    end     signals every peer's last word, waits for theirs, and sets GENERATION
+
+Why it neither races nor deadlocks: what comes before a post in the stream is done when the word is
+seen, and what comes after a wait begins later. Nobody posts in the next call before all have ended
+this one, so that a word is never overwritten unread; and end waits only for peers' ends, which wait
+for what they have been posted. Callers post before they wait for what peers post in turn.
 """
 
 from __future__ import annotations

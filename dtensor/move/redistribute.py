@@ -218,8 +218,8 @@ def _start(step: Step, local: torch.Tensor, channel: str = "") -> Running:
     in_two_levels = None if group is None or channel else _as_collective(step, local, group)
     if settings.tracing():
         apart = "hosts" if in_two_levels else "generic"
-        engine = "local" if group is None else "pull" if group.backend else apart
-        settings.record("redistribute", engine, str(step), collective=step.collective)
+        way = "local" if group is None else "pull" if group.backend else apart
+        settings.record("redistribute", way, str(step), collective=step.collective)
     if group is None:
         return _keep_own(step, local, pieces)
     if in_two_levels is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -10,7 +9,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.collectives import cost, spanning_group
+from weft.collectives.prices.hardware import named
 from weft.collectives.protocols import COLLECTIVE_OF, Collective, moved_bytes, wire_bytes
+from weft.dtensor.plans.chip_prices import ChipPrices
 from weft.kernels.engine import engines
 
 FusedOp = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
@@ -120,9 +121,7 @@ def prices_of(hardware: Any, mesh: DeviceMesh) -> Prices:
             return MachinePrices(cost.typical(mesh.device_type), mesh.device_type)
         device = torch.device(mesh.device_type)
         return MachinePrices(cost.machine(spanning_group(mesh), device), mesh.device_type)
-    # Chips are described a folder above, which is asked only if one is named.
-    found: Prices = importlib.import_module("weft.sim.time.prices").prices_of(hardware)
-    return found
+    return ChipPrices(named(hardware))
 
 
 def has_groups(mesh: DeviceMesh) -> bool:

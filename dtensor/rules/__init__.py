@@ -1,8 +1,8 @@
 """How ops act on layouts: a rule an op or a family of ops, registered when its file is imported.
 
-May import the rooms `layout`, `move`, `tracing`, `dispatch` of `dtensor`, and `dtensor.tensor`.
-Start with `pointwise`, then `reduce`, `matmul`, `products` (and what is
-fused of them), `view`; `attention`, `index`, `window`, `norm`, `nn`, `random`.
+May import the rooms `layout`, `move`, `tracing`, `dispatch` of `dtensor`, `dtensor.random` and
+`dtensor.tensor`. Start with `pointwise`, then `reduce`, `matmul`, `products` (and what is fused of
+them), `view`; `attention`, `index`, `window`, `norm`, `nn`, `random`.
 """
 
 from weft.dtensor.rules import attention as attention

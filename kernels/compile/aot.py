@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import torch
 
 from weft.collectives.device import signals
+from weft.collectives.prices.hardware import PRESETS
 from weft.kernels.compile import aot_loop
 from weft.kernels.compile.aot_cases import Launch, launches
 from weft.kernels.compile.known_spills import known_spills
@@ -33,7 +34,7 @@ from weft.kernels.engine.chips import Chip, known
 
 _T = TypeVar("_T")
 # Chips by the names that people, and `weft sim --hardware`, call them.
-_CHIPS = {"a100": "sm_80", "h100": "sm_90", "h200": "sm_90", "b200": "sm_100", "mi300x": "gfx942"}
+_CHIPS = {name: each.chip for name, each in PRESETS.items() if each.chip in TARGETS}
 # Instructions of matrix units (tcgen05, wgmma, mma, mfma), and plain multiply-adds.
 _MATRIX = ("UTCHMMA", "UTCQMMA", "HGMMA", "QGMMA", "HMMA", "v_mfma")
 _PLAIN = ("FFMA", "v_fma", "v_pk_fma", "v_fmac", "v_dot")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 # In bf16, by Triton 3.6, 3.7 or 3.9, whichever spills more.
 _BYTES = {
-    ("sm_90", "ag_gemm_kernel", "gate and up"): 96,  # by 3.9 alone
+    ("sm_90", "all_gather_matmul_kernel", "gate and up"): 96,  # by 3.9 alone
     ("sm_90", "dispatch_kernel", "experts, kept"): 80,  # by 3.9; 24 and 32 by the others
     ("sm_80", "_ring_attention_kernel", "attention, packed"): 88,
     ("sm_80", "_head_attention_backward_kernel", "attention by heads"): 8,

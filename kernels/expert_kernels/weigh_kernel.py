@@ -1,4 +1,12 @@
-"""What has come to the slots of a rank's tokens, added up with weights: see `combine_kernel`."""
+r"""What has come to the slots of a rank's tokens, added up with weights.
+
+    slots | (0, 0) | (0, 1) | (1, 0) | ..    written by the ranks of the experts, signalled by each
+             \-- weights --/                 all programs wait for the words (0, peer, 0) of all
+    y[0]         y[1] ..                     peers, and read
+
+The second half of the protocol of `combine_kernel`, which tells why it neither races nor deadlocks:
+it waits for first launches of peers alone, which wait for nobody.
+"""
 
 from __future__ import annotations
 

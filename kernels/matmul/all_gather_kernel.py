@@ -62,7 +62,7 @@ from weft.kernels.device.gathered_tiles import (
 
 
 @triton.jit(do_not_specialize=["scales_at", "chunk_rows", "rank", "halved"])
-def ag_gemm_kernel(
+def all_gather_matmul_kernel(
     out,  # Outputs
     gathered,  # Rows of (M, K)
     x,  # Matrix (m_local, K)

@@ -43,7 +43,7 @@ from weft.kernels.engine.epilogues import Activation
 from weft.kernels.engine.fp8 import Scaling
 from weft.kernels.engine.shards import is_eager
 from weft.kernels.matmul import copy_engines
-from weft.kernels.matmul.all_gather_kernel import ag_gemm_kernel
+from weft.kernels.matmul.all_gather_kernel import all_gather_matmul_kernel
 
 # The most that all programs together read directly over the link rather than from a copy made once:
 # at 450 GB/s that takes about the 3 us that the copy costs in signals.
@@ -405,7 +405,7 @@ def _multiply(
         # ptxas makes sm_90 wait for each of two sums' matrix instructions in one loop.
         flattened=config.flattened and not pair,
     )
-    launching(ag_gemm_kernel, config.programs)(
+    launching(all_gather_matmul_kernel, config.programs)(
         Outputs(
             tuple(ys),
             tuple(sums) if keep_sums else None,

@@ -92,7 +92,7 @@ class ContractVariant:
 
 
 @triton.jit(do_not_specialize=["chunk_rows", "rank"])
-def _ag_gemm_contract_kernel(
+def _all_gather_contract_kernel(
     out,  # Matrix (M, N)
     gathered,  # Rows of (K, M)
     x,  # Matrix (k_local, M)
@@ -194,7 +194,7 @@ def launch_all_gather_contract(
     # By descriptor, the last step of a shard would read the next one's rows of w, not zeros.
     (w_desc, _), w_transposed = described_weights([w], tiling, config.descriptors and even_k)
     gathers.publish(x, ws, pitch, config.programs, config.copy_m, config.copy_n)
-    launching(_ag_gemm_contract_kernel, config.programs)(
+    launching(_all_gather_contract_kernel, config.programs)(
         matrix(out),
         Rows(gathered, None),
         matrix(x),

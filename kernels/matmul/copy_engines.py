@@ -20,6 +20,10 @@ which then wait for the peer of the stream's next copy. They need a core of thei
 consumer runs, so its grid leaves one free. Memory operations of the stream would not: but they
 write what the host knows, and the number of a call that a graph replays is known to the device.
 
+Why it neither races nor deadlocks: side streams wait only for peers' publishing, which waits for
+nobody; the consumer waits for the side streams, all of whose work is enqueued before it; and the
+call's end, a barrier, keeps the half from being written while peers still copy from it.
+
 Calls are exchanges (`weft.collectives.memory.exchange`): on a GPU they end with a barrier, so that
 the half of memory that the host passes to the copy engines is the same in every replay of a graph.
 """

@@ -97,7 +97,7 @@ def _send_to_owners(acc, start_m, offs, offsets, link, generation, V: tl.constex
 
 
 @triton.jit(do_not_specialize=["M", "rank"])
-def _gemm_one_shot_kernel(
+def _one_shot_kernel(
     out_ptr,  # (M, N), or this rank's rows of it
     terms,  # Terms of (M, N)
     x_desc,  # of each term, or None
@@ -195,6 +195,6 @@ def launch_one_shot(
     M, N = x.shape[0], products.weights[0].shape[1]
     given, variant = products.arguments(ws, config, out.dtype, split=config.split)
     scratch = splits.scratch_for(tile_count(M, N, tiling), config.split, x, tiling)
-    launching(_gemm_one_shot_kernel, config.programs)(
+    launching(_one_shot_kernel, config.programs)(
         out, *given, scratch, link_of(ws), offsets, M, N, ws.rank, V=variant, **tiling.options
     )

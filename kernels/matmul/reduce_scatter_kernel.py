@@ -149,7 +149,7 @@ def _wait_for_sums(link, rank, first, generation, WORLD_SIZE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["chunk", "rank"])
-def _gemm_rs_kernel(
+def _matmul_reduce_scatter_kernel(
     out_ptr,  # (rows of the own chunk, N)
     terms,  # Terms of (M, N)
     x_desc,  # of each term, or None
@@ -273,7 +273,7 @@ def launch_matmul_reduce_scatter(
         # With a loop for each term and four stages, the widest tiles spill 24 bytes.
         options["num_stages"] = min(options["num_stages"], 3)
     given, variant = products.arguments(ws, config, out.dtype, row_starts=offsets)
-    launching(_gemm_rs_kernel, config.programs)(
+    launching(_matmul_reduce_scatter_kernel, config.programs)(
         out, *given, link_of(ws), offsets, N, chunk, ws.rank, V=variant, SENDERS=config.senders,
         **options,
     )  # fmt: skip

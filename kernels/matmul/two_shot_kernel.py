@@ -173,7 +173,7 @@ def _show(total, part, shown, V: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["M", "rank"])
-def _gemm_two_shot_kernel(
+def _two_shot_kernel(
     out_ptr,  # (M, N)
     terms,  # Terms of (M, N), one term
     x_desc,  # or None
@@ -292,7 +292,7 @@ def launch_matmul_all_reduce(
         return out
     (terms, x_desc, w_desc, *_, finish), variant = products.arguments(ws, config, out.dtype)
     variant = replace(variant, by_switch=config.by_switch)
-    launching(_gemm_two_shot_kernel, config.programs)(
+    launching(_two_shot_kernel, config.programs)(
         out, terms, x_desc, w_desc, finish, link_of(ws), ws.buffer.multicast_ptr, M, N, ws.rank,
         V=variant, **config.tiling.options,
     )  # fmt: skip

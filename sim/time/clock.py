@@ -106,7 +106,7 @@ class Join:
 Process = Generator[float | Join, None, None]
 
 
-class Engine:
+class Calendar:
     """Time, and what is to happen."""
 
     def __init__(self) -> None:
@@ -150,8 +150,8 @@ class Resource:
     `limit` is what a flow of weight 1 gets at most.
     """
 
-    def __init__(self, engine: Engine, bandwidth: float, limit: float) -> None:
-        self._engine, self._bandwidth, self._limit = engine, bandwidth, limit
+    def __init__(self, calendar: Calendar, bandwidth: float, limit: float) -> None:
+        self._calendar, self._bandwidth, self._limit = calendar, bandwidth, limit
         self._flows: list[tuple[float, int, float, Join]] = []  # by what is served when it ends
         self._weight = self._served = self._since = 0.0
         self._number = self._version = 0
@@ -171,7 +171,7 @@ class Resource:
         return fair if fair < self._limit else self._limit
 
     def _advance(self) -> None:
-        now = self._engine.now
+        now = self._calendar.now
         if self._flows:
             self._served += (now - self._since) * self._rate()
         else:
@@ -183,7 +183,7 @@ class Resource:
         if self._flows:
             version = self._version
             left = max(0.0, self._flows[0][0] - self._served)
-            self._engine.at(self._since + left / self._rate(), lambda: self._end(version))
+            self._calendar.at(self._since + left / self._rate(), lambda: self._end(version))
 
     def _end(self, version: int) -> None:
         if version != self._version:  # others came or went since
@@ -219,14 +219,14 @@ class Clock:
 
     def __init__(self, trace: Trace, hardware: Hardware) -> None:
         self._hw, self._trace = hardware, trace
-        self._engine = engine = Engine()
+        self._calendar = calendar = Calendar()
         limit = hardware.core_bandwidth / 1e6
         ranks = range(len(trace.streams))
 
         link_limit = min(limit, hardware.core_link_bandwidth / 1e6)
 
         def resource(bandwidth: float, limit: float = limit) -> Resource:
-            return Resource(engine, bandwidth / 1e6, limit)
+            return Resource(calendar, bandwidth / 1e6, limit)
 
         link = hardware.link_bandwidth * hardware.link_sustained
         ends = (-1, -2) if hardware.topology == "switch" else ranks
@@ -252,13 +252,13 @@ class Clock:
 
         def stream(rank: int, events: list[StreamEvent]) -> Process:
             yield from self._stream(rank, events)
-            ends[rank] = self._engine.now
+            ends[rank] = self._calendar.now
 
         done = [
-            self._engine.start(stream(rank, events))
+            self._calendar.start(stream(rank, events))
             for rank, events in enumerate(self._trace.streams)
         ]
-        self._engine.run()
+        self._calendar.run()
         if stuck := [rank for rank, end in enumerate(done) if end.left]:
             raise RuntimeError(f"virtual time stands still: ranks {stuck} wait for each other")
         links = [link.bytes for chip in self._chips for link in chip.links.values()]
@@ -268,21 +268,23 @@ class Clock:
     # A rank's stream
 
     def _stream(self, rank: int, events: list[StreamEvent], beside: bool = False) -> Process:
-        engine, hardware = self._engine, self._hw
+        calendar, hardware = self._calendar, self._hw
         others: list[Join] = []
         before: StreamEvent | None = None
         for event in events:
-            start = engine.now
+            start = calendar.now
             if isinstance(event, KernelLaunch):
                 yield start + hardware.launch_us
-                start = engine.now
+                start = calendar.now
                 yield self._launch(rank, event, beside)
-                self._launches.append(TimeSpan(rank, -1, event.kernel, "kernel", start, engine.now))
+                self._launches.append(
+                    TimeSpan(rank, -1, event.kernel, "kernel", start, calendar.now)
+                )
             elif isinstance(event, HostOp):
                 yield start + (hardware.collective_us if event.collective else hardware.launch_us)
-                start = engine.now
+                start = calendar.now
                 yield from self._host_op(rank, event)
-                self._launches.append(TimeSpan(rank, -1, event.name, "kernel", start, engine.now))
+                self._launches.append(TimeSpan(rank, -1, event.name, "kernel", start, calendar.now))
             elif isinstance(event, Signal):
                 # A small kernel that signals all peers.
                 if not isinstance(before, Signal):
@@ -292,17 +294,17 @@ class Clock:
                 if not isinstance(before, Wait):
                     yield start + hardware.launch_us
                 yield from self._arrivals(event)
-                if engine.now > start:
+                if calendar.now > start:
                     peer = self._last_to_come(event)
                     self._launches.append(
-                        TimeSpan(rank, -1, "wait", "waiting", start, engine.now, peer)
+                        TimeSpan(rank, -1, "wait", "waiting", start, calendar.now, peer)
                     )
             elif isinstance(event, Meet):
                 meeting = self._meetings.setdefault(event.key, Join(event.count))
                 meeting.part_done()
                 yield meeting
             elif isinstance(event, Beside):
-                others.append(engine.start(self._stream(rank, event.events, beside=True)))
+                others.append(calendar.start(self._stream(rank, event.events, beside=True)))
             elif isinstance(event, Rejoin):
                 yield from others
             before = event
@@ -325,13 +327,13 @@ class Clock:
         def next_program() -> None:
             while waiting and free:
                 core, events = free.pop(), waiting.pop()
-                program = self._engine.start(self._program(rank, core, launch, events))
+                program = self._calendar.start(self._program(rank, core, launch, events))
                 program.then(partial(ended, core))
 
         def ended(core: int) -> None:
             free.append(core)
             done.part_done()
-            self._engine.at(self._engine.now, next_program)
+            self._calendar.at(self._calendar.now, next_program)
 
         next_program()
         done.part_done()
@@ -340,7 +342,7 @@ class Clock:
     def _host_op(self, rank: int, op: HostOp) -> Process:
         """A kernel of all cores: bytes once each, tiles in waves."""
         hardware, cores = self._hw, self._hw.cores
-        start = self._engine.now
+        start = self._calendar.now
         parts = Join(1)
         latency = hardware.hbm_latency_us if op.reads else 0.0
         slower = hardware.link_sustained / hardware.collective_sustained if op.collective else 1.0
@@ -354,29 +356,29 @@ class Clock:
         arithmetic = 0.0
         if op.matmul is not None:
             arithmetic = library_matmul_us(hardware, *op.matmul, op.dtype)
-        yield max(self._engine.now, start + arithmetic) + latency
+        yield max(self._calendar.now, start + arithmetic) + latency
 
     # A program on a core
 
     def _program(
         self, rank: int, core: int, launch: KernelLaunch, events: list[ProgramEvent]
     ) -> Process:
-        engine, hardware = self._engine, self._hw
+        calendar, hardware = self._calendar, self._hw
         per_core = hardware.core_bandwidth / 1e6
         step_us = hardware.ahead_us / max(launch.stages - 1, 1)
         stored, fence = Join(0), 0.0  # the last store, and how long it takes to be acknowledged
         loaded: dict[int, Join] = {}  # by the number of a `Work` that stores wait for
         for number, event in enumerate(events):
-            start, peer = engine.now, -1
+            start, peer = calendar.now, -1
             if isinstance(event, Work) and event.stored and not event.turns:
-                loaded[number] = engine.start(self._load_alone(rank, event))
+                loaded[number] = calendar.start(self._load_alone(rank, event))
                 continue
             if isinstance(event, Work):
                 moved = Join(1)
                 latency = self._loads(rank, event, moved)
                 moved.part_done()
                 yield moved
-                end = engine.now + latency
+                end = calendar.now + latency
                 if event.turns:
                     # Dots run behind the loads: the first waits for its operands, and after the
                     # last operands have come one is left.
@@ -393,7 +395,7 @@ class Clock:
                     yield loaded[event.loaded]
                 # One store is under way while the next one is made.
                 yield stored
-                yield engine.now + event.nbytes / per_core
+                yield calendar.now + event.nbytes / per_core
                 stored = Join(1)
                 self._store(rank, event.owner, event.nbytes, 1, stored)
                 stored.part_done()
@@ -401,25 +403,25 @@ class Clock:
                 kind = "moving"
             elif isinstance(event, Wait):
                 yield from self._arrivals(event)
-                yield engine.now + hardware.l2_latency_us
+                yield calendar.now + hardware.l2_latency_us
                 kind, peer = "waiting", self._last_to_come(event)
             else:
                 relaxed = isinstance(event, Signal) and not event.release
                 if not relaxed and (stored.left or fence):
                     yield stored
-                    yield engine.now + fence
+                    yield calendar.now + fence
                     fence = 0.0
                 kind = "waiting"
                 if isinstance(event, Update):
                     before = self._arrival(event.address, event.version - 1)
-                    before.then(partial(self._update, rank, event, engine.now))
+                    before.then(partial(self._update, rank, event, calendar.now))
                     if number + 1 < len(events):
                         yield self._arrival(event.address, event.version)
                 else:
                     self._deliver(rank, event)
-            if engine.now > start:
+            if calendar.now > start:
                 self._spans.append(
-                    TimeSpan(rank, core, launch.kernel, kind, start, engine.now, peer)
+                    TimeSpan(rank, core, launch.kernel, kind, start, calendar.now, peer)
                 )
         yield stored
 
@@ -431,7 +433,7 @@ class Clock:
         latency = self._loads(rank, work, moved)
         moved.part_done()
         yield moved
-        yield self._engine.now + latency
+        yield self._calendar.now + latency
         self._release(rank, work.loads)
 
     def _load_latency(self, rank: int, owner: int) -> float:
@@ -525,12 +527,12 @@ class Clock:
     # Signals
 
     def _deliver(self, rank: int, signal: Signal) -> None:
-        self._arrives(rank, signal, self._engine.now + self._way_us(rank, signal.owner))
+        self._arrives(rank, signal, self._calendar.now + self._way_us(rank, signal.owner))
 
     def _update(self, rank: int, update: Update, issued: float) -> None:
         """The word's last change has come. Those that wait for it are behind it in the cache."""
         way_us = self._way_us(rank, update.owner)
-        self._arrives(rank, update, max(issued + way_us, self._engine.now + _SAME_WORD_US))
+        self._arrives(rank, update, max(issued + way_us, self._calendar.now + _SAME_WORD_US))
 
     def _way_us(self, rank: int, owner: int) -> float:
         return self._hw.link_latency_us if owner != rank else self._hw.l2_latency_us
@@ -543,7 +545,7 @@ class Clock:
             if key in self._awaited:
                 self._awaited.pop(key).part_done()
 
-        self._engine.at(at, arrive)
+        self._calendar.at(at, arrive)
 
     def _arrivals(self, wait: Wait) -> Process:
         for address, version in wait.versions.items():

@@ -36,7 +36,7 @@ def test_commands(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr()
     if "--hardware" in command:
         assert status == 0 and "virtual time on 2 x H100" in said.out
-        assert "ag_gemm_kernel" in said.out
+        assert "all_gather_matmul_kernel" in said.out
     elif "mended" in command or "fully_sharded" in command:
         assert status == 0 and "nothing found" in said.out
         assert ("all interleavings" in said.out) == ("exhaustive" in command)

@@ -405,7 +405,7 @@ def test_pictures_and_traces(tmp_path: Path) -> None:
         timeline.save_plot(tmp_path / "out.png", ranks=[1])
     figure = saved.call_args.args[0]
     (axis,) = figure.axes
-    assert any(text.get_text() == "ag_gemm_kernel" for text in axis.texts)
+    assert any(text.get_text() == "all_gather_matmul_kernel" for text in axis.texts)
     assert re.search(r"rank 1 waits for signals: \d+% for rank 0", axis.get_title(loc="left"))
     about = figure.get_suptitle()
     assert about.endswith("; shown: rank 1 of 2") and "alone 0 us" not in about

@@ -84,4 +84,4 @@ def test_the_environment_is_a_table():
 def test_the_changelog_knows_this_version():
     import weft
 
-    assert f"## {weft.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"## [{weft.__version__}] - 20" in (ROOT / "CHANGELOG.md").read_text()

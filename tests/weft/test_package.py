@@ -49,6 +49,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (sdist,) = out.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         archive.extractall(out, filter="data")
+        folders = {name.split("/")[1] for name in archive.getnames() if name.count("/") > 1}
+    assert {"docs", "examples", "weft", "kernels"} <= folders
     build("build_wheel", out / sdist.name.removesuffix(".tar.gz"))
     (found,) = out.glob("*.whl")
     return found
@@ -58,7 +60,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_has_every_module(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-        archive.extractall(tmp_path)
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*install, "--target", str(tmp_path), str(wheel)], check=True)
+    assert (tmp_path / "bin/weft").exists()
     rooms = ("weft/", "bench/", "collectives/", "dtensor/", "kernels/", "sim/")
     ours = [name for name in tracked() if name.endswith(".py") and name.startswith(rooms)]
     assert {name for name in names if name.endswith(".py")} == {

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from needs import needs_interpreter
 
+import weft
+
 ROOT = Path(__file__).resolve().parents[2]
 Names = dict[str, list[Path]]
 FOLDERS = ("bench", "collectives", "dtensor", "kernels", "sim")
@@ -88,8 +90,6 @@ LEVELS = {
 }
 SIM_FROM_BENCH = {
     "blocks/virtual",
-    *(f"published/{name}" for name in ("attention", "experts", "matmuls", "predict", "rows")),
-    "published/sums", "published/times",
     "host/command", "host/measure", "solo/cases", "solo/compiling", "solo/measure", "solo/sweep",
 }  # fmt: skip
 
@@ -104,6 +104,8 @@ def imports(path: Path) -> Iterator[tuple[str, int]]:
             module = node.module or ""
             inside = [f"{module}.{a.name}" for a in node.names]
             names = [name if is_module(name) else module for name in inside]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            names = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
         else:
             continue
         yield from ((name, node.lineno) for name in names if name.split(".")[0] == "weft")
@@ -135,6 +137,11 @@ def test_kernels_are_launched_through_one_door() -> None:
     assert not found, f"kernel[grid](...) must be launching(kernel, programs)(...): {found}"
 
 
+def test_completion_shows_what_is_public() -> None:
+    for module in (weft, weft.collectives, weft.dtensor, weft.kernels, weft.sim):
+        assert {*module.__all__} <= {*dir(module)} and "torch" not in dir(module)
+
+
 def test_a_kernel_can_be_read_at_a_sitting() -> None:
     """Its file has at most 300 lines, and opens with what it does, and whom it waits for."""
     for folder in ("collectives", "kernels"):
@@ -150,7 +157,7 @@ def test_a_kernel_can_be_read_at_a_sitting() -> None:
 SHARED = {
     *("workspace_bytes", "workspace_for", "room_for", "pitch_of", "publish", "main"),
     *("run_backward", "hosts_forward", "dispatch_forward", "dispatch_backward"),
-    *("combine_forward", "combine_backward", "installed", "requirements", "prices_of", "forget"),
+    *("combine_forward", "combine_backward", "installed", "requirements", "forget"),
     *("load", "write", "path_of"),
     # Those of torch: the public call, and what carries it out or is called in its place.
     *("DTensor", "all_reduce", "all_to_all", "broadcast", "barrier", "gather", "scatter", "save"),

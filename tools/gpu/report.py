@@ -187,7 +187,7 @@ def described(kernel: Any, grid: Any, options: dict[str, Any]) -> str:
     """A launch in a line: the kernel, its grid, its constants and compile options.
 
     Example:
-        ag_gemm_kernel[132] RANK=0 block_m=128 num_warps=8
+        all_gather_matmul_kernel[132] RANK=0 block_m=128 num_warps=8
     """
     values: dict[str, Any] = {}
     for name, value in options.items():

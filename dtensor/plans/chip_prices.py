@@ -1,4 +1,4 @@
-"""What `weft.dtensor.plan` takes the parts of a step for on a chip: closed forms of this room."""
+"""`prices` of a chip that is not at hand: closed forms of libraries and of weft's fused matmuls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from weft.collectives import protocols
 from weft.collectives.prices import library
-from weft.collectives.prices.hardware import Hardware, named
+from weft.collectives.prices.hardware import Hardware
 from weft.collectives.protocols import Collective
 from weft.kernels.engine import fused_times
 
@@ -78,15 +78,6 @@ class ChipPrices:
             return apart
         own = fused_times.fused_us(op, M, N, K, _name_of(dtype), self.hardware, ranks)
         return min(own, apart)
-
-
-def prices_of(hardware: Hardware | str) -> ChipPrices:
-    """The prices of a chip, given by its description or its name.
-
-    Raises:
-        ValueError: no such chip.
-    """
-    return ChipPrices(named(hardware))
 
 
 def _name_of(dtype: torch.dtype) -> str:
