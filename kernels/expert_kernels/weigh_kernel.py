@@ -1,8 +1,8 @@
-r"""What has come to the slots of a rank's tokens, added up with weights.
+"""What has come to the slots of a rank's tokens, added up with weights.
 
-    slots | (0, 0) | (0, 1) | (1, 0) | ..    written by the ranks of the experts, signalled by each
-             \-- weights --/                 all programs wait for the words (0, peer, 0) of all
-    y[0]         y[1] ..                     peers, and read
+    slots | (0, 0) | (0, 1) | (1, 0) | (1, 1) |   written by the ranks of the experts, each of which
+    y     | row 0, by weights | row 1         |   then signals; all programs wait for the words
+                                                  (0, peer, 0) of all peers, and read
 
 The second half of the protocol of `combine_kernel`, which tells why it neither races nor deadlocks:
 it waits for first launches of peers alone, which wait for nobody.

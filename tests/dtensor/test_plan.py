@@ -277,6 +277,7 @@ def test_applied_plans_on_more_ranks_are_one_process(name: str) -> None:
     test_applied_plans_are_one_process(name)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("name", ["llama", pytest.param("stacked", marks=pytest.mark.sweep)])
 def test_two_mesh_dims(name: str) -> None:

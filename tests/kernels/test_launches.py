@@ -54,6 +54,7 @@ def test_parameters_of_every_kernel_are_the_arguments(
     assert not any(told.values()), told
 
 
+@pytest.mark.slow
 def test_kept_launches_are_those_that_would_be_made(variables: dict[str, str]) -> None:
     told = told_by("relaunching.py", variables)
     assert len(told) > 20 and not any(told.values()), told
