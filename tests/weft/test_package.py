@@ -50,7 +50,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with tarfile.open(sdist) as archive:
         archive.extractall(out, filter="data")
         folders = {name.split("/")[1] for name in archive.getnames() if name.count("/") > 1}
-    assert {"docs", "examples", "weft", "kernels"} <= folders
+    assert {"docs", "examples", "weft"} <= folders
     build("build_wheel", out / sdist.name.removesuffix(".tar.gz"))
     (found,) = out.glob("*.whl")
     return found
