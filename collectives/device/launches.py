@@ -121,23 +121,30 @@ LOOKS = {
 }  # fmt: skip
 
 
-@dataclass
-class _Recorder(TorchDispatchMode):
-    """What a call launches, and whether it does anything else."""
+class OnlyLooks(TorchDispatchMode):
+    """Whether what runs inside allocates, looks and launches alone: else it is `refused`."""
 
-    launches: list[tuple[Any, int, list[Any]]] = field(default_factory=list)
-    temporaries: list[torch.Tensor] = field(default_factory=list)
-    lasting: set[int] = field(default_factory=set)
-    refused: bool = False
-
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
         super().__init__()
+        self.refused = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self.refused |= func.overloadpacket.__name__ not in LOOKS
         return func(*args, **kwargs or {})
+
+
+@dataclass
+class _Recorder(OnlyLooks):
+    """What a call launches, and whether it does anything else."""
+
+    launches: list[tuple[Any, int, list[Any]]] = field(default_factory=list)
+    temporaries: list[torch.Tensor] = field(default_factory=list)
+    lasting: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        super().__init__()
 
     def note(
         self, kernel: Any, compiled: Any, programs: int, args: Any, options: dict[str, Any]

@@ -27,11 +27,10 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch._C._autograd import _profiler_enabled
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft import settings
 from weft.collectives.device import launches
-from weft.collectives.device.launches import LOOKS, KeptCall, under_way
+from weft.collectives.device.launches import KeptCall, OnlyLooks, under_way
 from weft.collectives.memory.exchange import agree
 from weft.collectives.memory.workspace import OneCall, Workspace
 from weft.collectives.ranks.caches import KeptDict
@@ -117,14 +116,13 @@ class Straight:
 
 
 @dataclass
-class _Watched(TorchDispatchMode):
+class _Watched(OnlyLooks):
     """One call, and whether it does anything but allocate, look and launch."""
 
     agreed: list[Any] = field(default_factory=list)
     begun: list[tuple[Workspace, str, Call]] = field(default_factory=list)
     repeated: list[tuple[KeptCall, Any, Any]] = field(default_factory=list)
     allocated: list[torch.Tensor] = field(default_factory=list)
-    refused: bool = False
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -132,9 +130,8 @@ class _Watched(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name, made = func.overloadpacket.__name__, func(*args, **kwargs or {})
-        self.refused |= name not in LOOKS
-        if "empty" in name:
+        made = super().__torch_dispatch__(func, types, args, kwargs)
+        if "empty" in func.overloadpacket.__name__:
             self.allocated.append(made)
         return made
 

@@ -35,7 +35,7 @@ class ChipPrices:
         return True
 
     def matmul_us(self, M: int, N: int, K: int, dtype: torch.dtype) -> float:
-        return library.matmul_us(self.hardware, M, N, K, _name_of(dtype))
+        return library.matmul_us(self.hardware, M, N, K, fused_times.dtype_name(dtype))
 
     def attention_us(
         self,
@@ -58,7 +58,7 @@ class ChipPrices:
             backward=backward,
         )
         rates = self.hardware.flops
-        return us * max(1.0, rates["bfloat16"] / rates[_name_of(dtype)])
+        return us * max(1.0, rates["bfloat16"] / rates[fused_times.dtype_name(dtype)])
 
     def memory_us(self, nbytes: float) -> float:
         return library.moved_us(self.hardware, nbytes)
@@ -76,9 +76,5 @@ class ChipPrices:
         apart += self.collective_us(protocols.COLLECTIVE_OF[op], moved, ranks)
         if ranks > self.hardware.ranks:
             return apart
-        own = fused_times.fused_us(op, M, N, K, _name_of(dtype), self.hardware, ranks)
+        own = fused_times.fused_us(op, M, N, K, fused_times.dtype_name(dtype), self.hardware, ranks)
         return min(own, apart)
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
