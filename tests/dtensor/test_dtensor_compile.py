@@ -200,7 +200,11 @@ def test_column_then_row(backend: str) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("backend", "selective"), [("aot_eager", False), ("aot_eager", True), ("inductor", False)]
+    ("backend", "selective"), [
+        ("aot_eager", False),
+        ("aot_eager", True),
+        pytest.param("inductor", False, marks=pytest.mark.slow),
+    ],
 )
 def test_checkpointed(backend: str, selective: bool) -> None:
     """Activation checkpointing around a compiled block: what the fused ops return is kept."""

@@ -358,7 +358,11 @@ def run_family(family: str, mesh_shape: tuple[int, ...], limit: int, seed: int =
 
 # Two or four ranks in a row show no more than three: the sweep has them, and more layouts.
 @pytest.mark.ranks
-@pytest.mark.parametrize("mesh", [(3,), (2, 2)], ids=lambda m: "x".join(map(str, m)))
+@pytest.mark.parametrize(
+    "mesh",
+    [(3,), pytest.param((2, 2), marks=pytest.mark.slow)],
+    ids=lambda m: "x".join(map(str, m)),
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family(family: str, mesh: tuple[int, ...]) -> None:
     run_family(family, mesh, 7 if len(mesh) == 1 else 4)

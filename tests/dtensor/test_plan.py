@@ -86,7 +86,7 @@ def test_the_search_is_exact(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+@pytest.mark.parametrize("shape", [(4,), pytest.param((2, 2), marks=pytest.mark.slow)])
 def test_no_plan_by_hand_is_better(name: str, shape: tuple[int, ...]) -> None:
     make, x = MODELS[name]
     found = plan(make(), pretended(*shape), torch.cat([x, x]), hardware="h100")

@@ -167,7 +167,8 @@ def test_errors_are_the_same_on_every_rank() -> None:
 @pytest.mark.parametrize(
     ("part", "one_shot", "quantizes"),
     [
-        (16, False, True), (128, False, False), (128, True, True), (16, None, True),
+        (128, False, False), (128, True, True),
+        *(pytest.param(16, part, True, marks=pytest.mark.slow) for part in (False, None)),
         *(pytest.param(*rest, marks=pytest.mark.sweep) for rest in (
             (16, True, False), (16, False, False), (16, True, True), (128, True, False),
             (128, False, True), (128, None, False),

@@ -112,7 +112,7 @@ def checked(arch: str, dtype: str, *cases: str, wide: bool = False) -> list[dict
     [
         ("sm_90", "HGMMA"),
         pytest.param("sm_100", "UTCHMMA", marks=pytest.mark.slow),
-        ("gfx942", "v_mfma"),
+        pytest.param("gfx942", "v_mfma", marks=pytest.mark.slow),
     ],
 )
 def test_bfloat16(arch, matrix):
@@ -127,9 +127,8 @@ def test_bfloat16(arch, matrix):
             assert widest == "UTMALDG" or (arch == "gfx942" and "x4" in widest), report
 
 
-@pytest.mark.parametrize(
-    "arch", ["sm_90", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("sm_80", "sm_100"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90", "sm_80", "sm_100"])
 def test_attention(arch):
     checked(arch, "bfloat16", *ATTENTION[arch])
 

@@ -331,7 +331,7 @@ def test_contraction_against_float64(dtype):
 BODIES = [dispatching, few, combining]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_against_float64(ranks, virtual_ranks, body, world_size):
     run = ranks if world_size > 2 else virtual_ranks

@@ -392,7 +392,10 @@ def rows_by_descriptor() -> None:
             assert torch.equal(*found), case
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    "world_size",
+    [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.sweep)],
+)
 def test_rows_by_descriptor(virtual_ranks, monkeypatch, world_size):
     made: list[GatherVariant] = []
 

@@ -288,7 +288,7 @@ def test_compiled_as_eager(backend: str) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2, "recompiled for a batch"
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2, pytest.param(3, marks=pytest.mark.slow))
 def test_layers_compile() -> None:
     W = dist.get_world_size()
     torch.manual_seed(0)

@@ -235,7 +235,7 @@ def test_calls_are_compared_where_asked() -> None:
 @needs_interpreter
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("one_shot", [True, False])
-@pytest.mark.parametrize("part", [16, 128])
+@pytest.mark.parametrize("part", [pytest.param(16, marks=pytest.mark.slow), 128])
 def test_launches_that_the_heuristic_does_not_choose_here(one_shot: bool, part: int) -> None:
     """Either way, rows in one part and in eight, in memory full of NaN."""
     rank, W, (T, H) = dist.get_rank(), dist.get_world_size(), (7, 70)

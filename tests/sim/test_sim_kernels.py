@@ -52,6 +52,7 @@ def test_kernels(case: Callable[..., None]) -> None:
     sim.run(3, case, schedules=20, replay=True)
 
 
+@pytest.mark.slow
 @needs_interpreter
 @pytest.mark.parametrize("case", ALL_KERNELS.values(), ids=ALL_KERNELS)
 def test_kernels_with_concurrent_programs(case: Callable[..., None]) -> None:

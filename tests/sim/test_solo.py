@@ -77,7 +77,7 @@ def test_every_kind_of_call_of_two_ranks(spec: Spec) -> None:
         ("matmul_all_reduce", 3),
         ("norm", 3),
         ("flash_decode", 3),
-        ("matmul_reduce_scatter", 8),
+        pytest.param("matmul_reduce_scatter", 8, marks=pytest.mark.slow),
         ("all_to_all", 8),
     ],
 )
@@ -450,6 +450,7 @@ def test_rates_of_tiles_follow_from_the_figures(tmp_path: Path, monkeypatch: Any
         kernel_rates.rate_of(INTERPRETER, tile)
 
 
+@pytest.mark.slow
 def test_kernels_without_waits_wait_for_nothing() -> None:
     """In a process of its own, as all of its kernels lack their waits."""
     code = """

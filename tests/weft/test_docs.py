@@ -58,6 +58,7 @@ def test_every_room_has_fast_tests():
         assert not test or f"def {test.partition('[')[0]}(" in Path(path).read_text()
 
 
+@pytest.mark.slow
 def test_the_fast_tests_are_found_as_make_calls_them():
     command = [sys.executable, "tests/fast.py", "-q", "--collect-only"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
