@@ -70,6 +70,7 @@ PEERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SUITES)
 def test_every_suite_is_read_back(name: str, folder: Path) -> None:
     result = rows.Result.read(folder / f"{name}.json")
@@ -102,6 +103,7 @@ def test_every_suite_is_read_back(name: str, folder: Path) -> None:
     again.unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SUITES)
 def test_tables_of_every_suite(name: str, folder: Path) -> None:
     result = rows.Result.read(folder / f"{name}.json")
@@ -115,6 +117,7 @@ def test_tables_of_every_suite(name: str, folder: Path) -> None:
         assert f"| {case.name} |" in text
 
 
+@pytest.mark.slow
 def test_the_report_stands_alone(folder: Path) -> None:
     page = (folder / "index.html").read_text()
     plots = list(folder.glob("*.png"))
@@ -128,6 +131,7 @@ def test_the_report_stands_alone(folder: Path) -> None:
     assert "the quickest engine is" in page and "no more than 5 % behind" in page
 
 
+@pytest.mark.slow
 def test_pytest_benchmark_reads_the_history(folder: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-m", "pytest_benchmark", "--storage", str(folder / "history"), "list"],
@@ -141,6 +145,7 @@ def test_pytest_benchmark_reads_the_history(folder: Path) -> None:
     assert seconds[f"{mlp.name} [weft]"] == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_the_table_of_the_readme_is_made_from_results(folder: Path) -> None:
     lines = readme.table(folder).splitlines()
     row = next(line for line in lines if line.startswith("| 24x16x32 | "))
@@ -241,6 +246,7 @@ def test_a_failure_is_a_row(planted: dict[str, rows.Case]) -> None:
     assert "no time of weft in raising: ValueError: planted in the call" in table.notes
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_is_finished(tmp_path: Path) -> None:
     script = tmp_path / "run.py"
     script.write_text(
@@ -269,7 +275,7 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path: Path) -> None:
     assert out.strip() == "['right', 'last'] True"
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2, pytest.param(3, marks=pytest.mark.slow))
 def test_the_bound_of_a_link_where_ranks_read_different_amounts() -> None:
     read = bounds.read_from_peers(100 * dist.get_rank(), resolve(None), torch.device("cpu"))
     for i in range(3):

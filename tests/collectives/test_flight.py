@@ -333,6 +333,7 @@ def steps_body(seed: int) -> int:
     return position
 
 
+@pytest.mark.slow
 @needs_interpreter
 def test_calls_of_streams_are_never_refused_if_they_are_right(own_ranks: Any) -> None:
     positions = own_ranks(3).run(steps_body, 5, timeout_s=60)

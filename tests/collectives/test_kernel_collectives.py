@@ -209,7 +209,10 @@ def test_kernels_are_chosen_by_price_where_there_is_room(
     assert not taken[-1]
 
 
-@pytest.mark.parametrize(("count", "way"), [(1 << 20, "triton"), (1 << 26, "generic")])
+@pytest.mark.parametrize(
+    ("count", "way"),
+    [pytest.param(1 << 20, "triton", marks=pytest.mark.slow), (1 << 26, "generic")],
+)
 def test_ranks_that_stand_for_chips_choose_by_the_price(count: int, way: str) -> None:
     """Sums of 8 MiB, which NCCL would take longer for, and of 512 MiB."""
 

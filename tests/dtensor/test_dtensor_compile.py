@@ -200,7 +200,8 @@ def test_column_then_row(backend: str) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("backend", "selective"), [
+    ("backend", "selective"),
+    [
         ("aot_eager", False),
         ("aot_eager", True),
         pytest.param("inductor", False, marks=pytest.mark.slow),

@@ -15,6 +15,7 @@ from trials import Kind, Skipped
 _SHORT = [kind for kind in KINDS if not kind.name.startswith("the same in a steady step")]
 
 
+@pytest.mark.slow
 @needs_interpreter
 @pytest.mark.parametrize("kind", _SHORT, ids=lambda kind: kind.name)
 def test_a_batch_holds(kind: Kind) -> None:

@@ -130,7 +130,7 @@ def cases(engine: str, seed: int, count: int) -> bytes:
     return bytes(out.view(torch.uint8).flatten().tolist())
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_random_cases(ranks, virtual_ranks, engine: str, world_size: int) -> None:
     run = virtual_ranks if (engine, world_size) == ("triton", 2) else ranks

@@ -262,6 +262,7 @@ def scales_not_above_0() -> None:
             attention_case(plain_case("triton", 2, scale=scale, **options), attention)
 
 
+@pytest.mark.slow
 @needs_interpreter
 def test_scales_that_are_not_above_0_in_one_launch(virtual_ranks: Any) -> None:
     virtual_ranks(2, scales_not_above_0)

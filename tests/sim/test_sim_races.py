@@ -275,6 +275,7 @@ def _pairs_kernel(signal_ptrs, rank, PHASE: tl.constexpr) -> None:
     signals.wait_for_peers(signal_ptrs, rank, 2, PHASE, program, 1, 1 << 30)
 
 
+@pytest.mark.slow
 @needs_interpreter
 @pytest.mark.parametrize("phase", [0, 1])
 def test_more_programs_than_a_pad_has_words_for(phase: int) -> None:

@@ -63,9 +63,20 @@ def errors(spec: Spec, rank: int, calls: int = 2) -> list[float]:
 
 
 QUICK = solo_cases.cases(True, [2])
+LONG = "backward", "experts"
 
 
-@pytest.mark.parametrize("spec", QUICK, ids=lambda spec: spec.name.replace(" ", "-"))
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(
+            spec,
+            marks=[pytest.mark.slow] * any(long in spec.name for long in LONG),
+            id=spec.name.replace(" ", "-"),
+        )
+        for spec in QUICK
+    ],
+)
 def test_every_kind_of_call_of_two_ranks(spec: Spec) -> None:
     assert max(errors(spec, 1)) <= 1
 
@@ -85,6 +96,7 @@ def test_larger_worlds(name: str, world_size: int) -> None:
     assert max(errors(spec_of(name, world_size), world_size - 1)) <= 1
 
 
+@pytest.mark.slow
 def test_shards_of_copy_engines_come_before_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     config_for = all_gather_launch.all_gather_config
 

@@ -269,6 +269,7 @@ time.sleep(600)
     assert "SIGKILL" in this.outcomes.found["proof", "doctor"]["why"]
 
 
+@pytest.mark.slow
 def test_a_case_that_hangs_is_ended_and_the_next_process_goes_on(tmp_path: Path) -> None:
     """Though Python hears no signal, as while it waits for a GPU."""
     code = """
