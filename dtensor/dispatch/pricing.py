@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from weft import settings
 from weft.collectives import cost
 from weft.dtensor.dispatch.call import PENDING, Choices, Chosen, OpCall, Strategy, Way
 from weft.dtensor.layout.boxes import Layout, layout_of
@@ -65,7 +66,7 @@ def choose_strategies(
     One fused op serves a call, along the first mesh dim that takes one. Sums along others are then
     left to be reduced by themselves.
     """
-    fused = any(s.way is not None for s in choices.strategies)
+    told = choices.told or any(s.way is not None for s in choices.strategies)
     taken: list[Strategy] = []
     considered: list[tuple[Candidate, list[Candidate]]] = []
     way, way_dim = None, 0
@@ -93,7 +94,7 @@ def choose_strategies(
         }
         if best.strategy.way is not None and not running:
             way, way_dim = best.strategy.way, mesh_dim
-        if fused:
+        if told:
             considered.append((best, offers))
     if _is_at_once(way) and (apart := _in_one_pull(call, choices, taken, way_dim)):
         offers = considered[way_dim][1]
@@ -131,14 +132,24 @@ def _in_one_pull(
     return Candidate(plain, us, changes) if not isinstance(price, str) and us < price else None
 
 
-def candidate_lines(considered: Sequence[tuple[Candidate, list[Candidate]]]) -> tuple[str, ...]:
-    """The candidates of each mesh dim, with their prices, for `weft.explain`."""
+def tell_choice(
+    op: str,
+    considered: Sequence[tuple[Candidate, list[Candidate]]],
+    way: Way | None,
+    *layouts: Layout | None,
+) -> None:
+    """Tell `weft.explain` the candidates of each mesh dim, with their prices, if it listens."""
+    if not (settings.tracing() and considered):
+        return
     several = len(considered) > 1
-    return tuple(
+    lines = tuple(
         (f"mesh dim {mesh_dim}: " if several else "") + offer.told(best)
         for mesh_dim, (best, offers) in enumerate(considered)
         for offer in offers
     )
+    why = "the cheapest" if way is None else f"{way.name} is the cheapest"
+    shapes = ", ".join(repr(layout) for layout in layouts if layout is not None)
+    settings.record(op, "shards", why, shapes, candidates=lines)
 
 
 def _priced(
