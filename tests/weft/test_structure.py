@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from covering import covering
 from needs import needs_interpreter
 
 import weft
@@ -215,6 +216,15 @@ def test_imports_run_one_way(folder: str) -> None:
                 assert other in BELOW[folder], f"{where}: {folder} is below"
                 virtual = "/".join(here.parts[1:]) in SIM_FROM_BENCH
                 assert (folder, other) != ("bench", "sim") or virtual, where
+
+
+def test_each_file_has_tests() -> None:
+    """So that who changes one knows what to run: `python tests/covering.py FILE`."""
+    found = covering()
+    assert not [file for file, tests in found.items() if not tests]
+    assert found["kernels/matmul/all_gather"][0] == "tests/kernels/test_matmul_ops"
+    assert "tests/dtensor/test_layout" in found["dtensor/layout/boxes"]
+    assert all((ROOT / f"{test}.py").exists() for tests in found.values() for test in tests)
 
 
 # A call on a workspace that an earlier one has failed on waits for the others by a call of its own.
