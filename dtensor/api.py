@@ -13,8 +13,9 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from weft.dtensor.layout.boxes import Layout, StandInMesh, layout_of, mesh_or_current
+from weft.dtensor.layout.boxes import Layout, layout_of
 from weft.dtensor.layout.placements import check_dense, normalize, show
+from weft.dtensor.layout.places import StandInMesh, mesh_or_current
 from weft.dtensor.layout.runs import contiguous_stride
 from weft.dtensor.move.redistribute import move
 from weft.dtensor.random import drawn

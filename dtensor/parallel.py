@@ -40,7 +40,7 @@ from weft.dtensor.api import distribute_module, distribute_parameter, replacemen
 from weft.dtensor.experimental import Replicating
 from weft.dtensor.expert_parallel import ExpertParallel
 from weft.dtensor.fused.products import allow_in_graphs, linear_gathering_again
-from weft.dtensor.layout.boxes import mesh_or_current
+from weft.dtensor.layout.places import mesh_or_current
 from weft.dtensor.prepare import (
     PrepareModuleInput,
     PrepareModuleInputOutput,

@@ -18,8 +18,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from weft.collectives.ranks.reports import check_all
 from weft.dtensor.checkpoint import items
-from weft.dtensor.layout.boxes import Layout, layout_of, layout_of_spec, mesh_or_current
+from weft.dtensor.layout.boxes import Layout, layout_of, layout_of_spec
 from weft.dtensor.layout.placements import Placements, check_dense, normalize, show
+from weft.dtensor.layout.places import mesh_or_current
 from weft.dtensor.layout.runs import Shape
 from weft.dtensor.layout.symbolic import relate
 from weft.dtensor.move.local_parts import check_parts, layout_of_parts

@@ -1,5 +1,5 @@
 """Commands that look or time, and are no suite.
 
-May import all of `bench`. `doctor`, `across` (its ranks of torchrun), `flight` (its `--flight`),
-`calibrate`, `explain`, `memory`, `plan`, `tune`, `modelled_launches`.
+May import all of `bench`. `doctor`, `trial` (its ranks), `across` (those of torchrun), `flight`
+(its `--flight`), `calibrate`, `explain`, `memory`, `plan`, `tune`, `modelled_launches`.
 """

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from weft import settings, versions
-from weft.bench.commands.doctor import Finding, tried
+from weft.bench.commands.trial import Finding, tried
 from weft.bench.environment import cpu_name
 from weft.errors import WeftError
 from weft.launch import cores

@@ -32,8 +32,9 @@ from weft.dtensor.checkpoint.metadata import (
     read_metadata,
     stored_crc,
 )
-from weft.dtensor.layout.boxes import Layout, StandInMesh
+from weft.dtensor.layout.boxes import Layout
 from weft.dtensor.layout.placements import Placements, normalize
+from weft.dtensor.layout.places import StandInMesh
 from weft.dtensor.layout.runs import contiguous_stride
 from weft.errors import printable
 

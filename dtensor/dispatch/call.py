@@ -68,11 +68,13 @@ class Choices:
         localize: makes the local op from the chosen layouts, if it is not the op itself.
         stays: position of an argument that is not moved where a fused op can do without: the weight
             of a linear, which a plan has placed.
+        told: whether `weft.explain` is told of the strategies though none is a fused op.
     """
 
     strategies: list[Strategy]
     localize: Localize | None = None
     stays: int | None = None
+    told: bool = False
 
 
 @dataclass(frozen=True)

@@ -121,9 +121,9 @@ def make_plan(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> CallPlan
 
 
 @cached
-def plan_of(op: Op, *layouts: Layout | None) -> CallPlan:
-    """The plan of an op of ours on DTensors of these layouts, kept as the layouts are."""
-    return _plan_of_call(OpCall(op, layouts, {}), [False] * len(layouts))
+def plan_of(op: Op, *args: Layout | int | None) -> CallPlan:
+    """The plan of an op of ours, a layout in place of each DTensor; kept as the layouts are."""
+    return _plan_of_call(OpCall(op, args, {}), [False] * len(args))
 
 
 def _plan_of_call(call: OpCall, plain: list[bool]) -> CallPlan:

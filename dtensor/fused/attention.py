@@ -10,10 +10,9 @@ import torch
 from torch.distributed.tensor import Partial, Replicate
 from torch.nn import functional
 
-from weft import settings
 from weft.collectives import chunk_sizes
 from weft.dtensor.dispatch.call import Chosen
-from weft.dtensor.dispatch.pricing import candidate_lines
+from weft.dtensor.dispatch.pricing import tell_choice
 from weft.dtensor.fused.products import is_dtensor
 from weft.dtensor.layout.boxes import Layout, contiguous_layout, layout_of
 from weft.dtensor.layout.placements import Placements, is_shard
@@ -47,10 +46,7 @@ def attention(
         )
     mask = None if attn_mask is None else attn_mask._layout
     plan = attention_plan(q, k, v, mask, is_causal, enable_gqa)
-    if settings.tracing() and plan.considered:
-        why = "the cheapest" if plan.way is None else f"{plan.way.name} is the cheapest"
-        shapes, lines = ", ".join(map(repr, (q, k, v))), candidate_lines(plan.considered)
-        settings.record("attention", "shards", why, shapes, candidates=lines)
+    tell_choice("attention", plan.considered, plan.way, q, k, v)
     rows = plan.outputs[0]
     if q.index is None:
         return outside_result(_layout_of_result(rows, q, v), query, key, value, attn_mask)

@@ -16,10 +16,13 @@ from torch.autograd import forward_ad
 from torch.distributed.tensor import Partial
 from torch.nn import functional
 
+from weft import settings
 from weft.collectives.ranks.caches import KeptDict
 from weft.dtensor.dispatch import backward
 from weft.dtensor.dispatch.call import map_tree
 from weft.dtensor.dispatch.dispatch import dispatch, learn, outermost
+from weft.dtensor.dispatch.planning import plan_of
+from weft.dtensor.dispatch.pricing import tell_choice
 from weft.dtensor.fused.attention import attention, stride_like
 from weft.dtensor.fused.grouped import grouped_matmul, scaled_grouped_matmul
 from weft.dtensor.fused.loss import cross_entropy
@@ -27,6 +30,7 @@ from weft.dtensor.fused.products import addmm, bmm, einsum, is_dtensor, linear, 
 from weft.dtensor.layout.boxes import layout_of
 from weft.dtensor.layout.placements import is_shard, shard_dim
 from weft.dtensor.rules.nn import embedding_weight_grad
+from weft.dtensor.rules.norm import row_norm_op
 from weft.dtensor.tensor import DTensor, as_global, local_part, outside_result
 from weft.dtensor.tracing.exporting import is_exported
 from weft.dtensor.tracing.grad_recording import apply, is_nothing
@@ -87,12 +91,18 @@ def _row_norm(function: Any, x: Any, shape: Any, weights: tuple[Any, ...], eps: 
     n_batch = len(layout.shape) - len(shape)
     if tuple(shape) != layout.shape[n_batch:] or torch.is_autocast_enabled(layout.mesh.device_type):
         return NotImplemented
+    placed = [w._layout for w in weights if w is not None]
+    if any(of_weight.mesh != layout.mesh for of_weight in placed):
+        return NotImplemented
+    if settings.tracing() and layout.index is not None:
+        plan = plan_of(row_norm_op, layout, len(shape), *placed)
+        tell_choice(function.__name__, plan.considered, plan.way, layout, *placed)
+    # What moves nothing is the cheapest: each rank norms its own rows. Else aten's rule places all.
     for placement in layout.placements:
         if isinstance(placement, Partial) or shard_dim(placement) >= n_batch:
             return NotImplemented
-    for w in weights:
-        if w is not None and (w._layout.mesh != layout.mesh or not w._layout.is_replicated):
-            return NotImplemented
+    if not all(of_weight.is_replicated for of_weight in placed):
+        return NotImplemented
     if layout.index is None:
         return outside_result(layout, x, *weights)
     of_weight = tuple(Partial("sum") if is_shard(p) else p for p in layout.placements)

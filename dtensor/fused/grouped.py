@@ -14,10 +14,9 @@ from typing import Any, cast
 import torch
 from torch.distributed.tensor import Replicate
 
-from weft import settings
 from weft.dtensor.dispatch.dispatch import dispatch
 from weft.dtensor.dispatch.planning import CallPlan, plan_of
-from weft.dtensor.dispatch.pricing import candidate_lines
+from weft.dtensor.dispatch.pricing import tell_choice
 from weft.dtensor.fused.linear import gradients_of
 from weft.dtensor.move.explicit import check_explicit
 from weft.dtensor.rules.matmul import grouped_weight_grad
@@ -41,7 +40,7 @@ def grouped_matmul(
         return NotImplemented
     if offs._layout.mesh == x._layout.mesh:
         plan = plan_of(grouped_rows_product, x._layout, w._layout, offs._layout)
-        _tell("_grouped_mm", plan, x, w)
+        tell_choice("_grouped_mm", plan.considered, plan.way, x._layout, w._layout)
         if plan.way is not None and plan.moves is None:
             return _travelling(plan, x, w, offs)
     return apply(_GroupedMatmul, x, w, offs) if needs_grad(w) else NotImplemented
@@ -68,7 +67,8 @@ def scaled_grouped_matmul(
     if any(t._layout.mesh != input._layout.mesh for t in operands):
         return NotImplemented
     plan = plan_of(scaled_rows_product, *(t._layout for t in operands))
-    _tell("_scaled_grouped_mm", plan, input, mat2)
+    layouts = input._layout, mat2._layout
+    tell_choice("_scaled_grouped_mm", plan.considered, plan.way, *layouts)
     if plan.way is None or plan.moves is not None:
         return NotImplemented
     if input._layout.index is None:
@@ -90,15 +90,6 @@ def scaled_grouped_matmul(
         use_fast_accum=use_fast_accum,
     )
     return as_global(combine(made, None, routing), plan.result)
-
-
-def _tell(op: str, plan: CallPlan, x: DTensor, w: DTensor) -> None:
-    """What `weft.explain` shows of a choice."""
-    if settings.tracing() and plan.considered:
-        lines = candidate_lines(plan.considered)
-        why = "the cheapest" if plan.way is None else f"{plan.way.name} is the cheapest"
-        shapes = f"{x._layout!r}, {w._layout!r}"
-        settings.record(op, "shards", why, shapes, candidates=lines)
 
 
 def _travelling(plan: CallPlan, x: DTensor, w: DTensor, offs: DTensor) -> DTensor:

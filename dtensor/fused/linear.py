@@ -27,7 +27,7 @@ from weft.collectives.ranks.traced import is_traced
 from weft.dtensor.dispatch.call import PENDING, Op, leaves
 from weft.dtensor.dispatch.dispatch import dispatch, run_plan
 from weft.dtensor.dispatch.planning import CallPlan, plan_of
-from weft.dtensor.dispatch.pricing import candidate_lines
+from weft.dtensor.dispatch.pricing import tell_choice
 from weft.dtensor.layout.boxes import Layout, layout_of
 from weft.dtensor.layout.placements import Placements, is_shard, shard_dim
 from weft.dtensor.layout.symbolic import cached
@@ -409,11 +409,9 @@ def multiply(
     operands = (x, w, bias)
     given = [t for t in operands if t is not None]
     plan = plan_of(product.op, *[t._layout for t in given])
-    if settings.tracing() and plan.considered:
-        why = "the cheapest" if plan.way is None else f"{plan.way.name} is the cheapest"
-        shapes = ", ".join(repr(t._layout) for t in given)
-        lines = candidate_lines(plan.considered)
-        settings.record(product.op.__name__, "shards", why, shapes, candidates=lines)
+    if settings.tracing():
+        layouts = [t._layout for t in given]
+        tell_choice(product.op.__name__, plan.considered, plan.way, *layouts)
     if plan.way is not None:
         if x._layout.index is None:
             return outside_result(plan.result, x, w, bias)

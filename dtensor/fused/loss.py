@@ -3,7 +3,8 @@
     x (N, C) [Shard(1)], target (N,)      each rank sends two numbers for each of its rows
 
 torch's own two steps, log_softmax and nll_loss, exchange more often, write the log-probabilities
-and read them again, which takes twice the time. They remain for what is not handled here.
+and read them again, which takes twice the time: `rules.loss` prices both. They remain for what is
+not handled here.
 """
 
 from __future__ import annotations
@@ -11,16 +12,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Partial
+from torch.distributed.tensor import Partial, Shard
+from torch.nn import functional
 
+from weft import settings
 from weft.collectives.ranks.chunks import chunk_sizes
 from weft.collectives.ranks.traced import is_traced
 from weft.dtensor.dispatch.agreement import all_agree
+from weft.dtensor.dispatch.planning import plan_of
+from weft.dtensor.dispatch.pricing import tell_choice
 from weft.dtensor.fused.products import is_dtensor
-from weft.dtensor.layout.boxes import contiguous_layout
+from weft.dtensor.layout.boxes import Layout, contiguous_layout
 from weft.dtensor.layout.placements import is_shard
+from weft.dtensor.move.explicit import check_explicit
+from weft.dtensor.rules.loss import FUSED, IN_STEPS, row_losses_op
 from weft.dtensor.rules.nn import LossLayout
-from weft.dtensor.tensor import as_global, local_as, local_part, redistributed
+from weft.dtensor.tensor import DTensor, as_global, local_as, local_part, redistributed
 from weft.kernels.layers.vocabulary import row_losses
 
 
@@ -50,10 +57,26 @@ def cross_entropy(
         or not 0.0 <= label_smoothing <= 1.0
     ):
         return NotImplemented
-    lay = LossLayout(x, rows, dim)
-    cutting = [d for d, over in enumerate(lay.over_classes) if over]
-    if len(cutting) != 1 or not x.place.ascends[cutting[0]]:
+    if sum(p == Shard(dim) for p in x.placements) > 1:
+        settings.record(
+            "cross_entropy", "shards", f"{IN_STEPS}: several mesh dims cut the classes", f"{x!r}"
+        )
         return NotImplemented
+    plan = plan_of(row_losses_op, x, rows)
+    tell_choice("cross_entropy", plan.considered, plan.way, x, rows)
+    if plan.moves is not None and not (plan.way and plan.way.name == IN_STEPS):
+        input, target = (
+            t if m is None else _placed(t, m)
+            for t, m in zip((input, target), plan.moves, strict=True)
+        )
+    if plan.way is None and plan.moves is not None:
+        return functional.cross_entropy(
+            input, target, None, None, ignore_index, None, reduction, label_smoothing
+        )
+    if plan.way is None or plan.way.name != FUSED:
+        return NotImplemented
+    x, rows, cut = input._layout, target._layout, plan.way_dim
+    lay = LossLayout(x, rows, dim)
     logits = local_part(redistributed(input, lay.input), lay.input.placements)
     own = local_as(target, lay.target)
     _, _, unknown = lay.weights(own, None, ignore_index, logits.dtype)
@@ -61,8 +84,8 @@ def cross_entropy(
     if not own.is_cuda:
         known = not bool(unknown)
         lay.check(not (all_agree(known, lay.input, own.device) if cut_rows else known))
-    sizes = chunk_sizes(x.shape[dim], x.mesh.size(cutting[0]))
-    group = x.mesh.get_group(cutting[0])
+    sizes = chunk_sizes(x.shape[dim], x.mesh.size(cut))
+    group = x.mesh.get_group(cut)
     losses, counted = row_losses(
         logits.movedim(dim, -1), own, group, ignore_index, label_smoothing, sizes
     )
@@ -79,3 +102,8 @@ def cross_entropy(
         loss, count = local_part(redistributed(both, whole), whole.placements)
     loss = loss / count if reduction == "mean" else loss
     return as_global(loss.to(dtype), contiguous_layout(x.mesh, lay.rows, (), dtype).replicated())
+
+
+def _placed(tensor: DTensor, target: Layout) -> DTensor:
+    check_explicit(lambda: "cross_entropy", tensor._layout, target)
+    return redistributed(tensor, target)

@@ -15,17 +15,13 @@ sizes are not: see `symbolic.py`.
 
 from __future__ import annotations
 
-import itertools
 import math
 import weakref
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed as dist
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed.device_mesh import _mesh_resources
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -39,6 +35,7 @@ from weft.dtensor.layout.placements import (
     shard_dim,
     show,
 )
+from weft.dtensor.layout.places import parts_of_dims, place_in_mesh
 from weft.dtensor.layout.runs import (
     Box,
     Shape,
@@ -50,77 +47,6 @@ from weft.dtensor.layout.runs import (
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-
-def mesh_or_current(device_mesh: DeviceMesh | None) -> DeviceMesh:
-    """`device_mesh`, or that of the enclosing `with mesh:`.
-
-    Raises:
-        RuntimeError: there is none.
-    """
-    if device_mesh is not None:
-        return device_mesh
-    if not _mesh_resources.mesh_stack:
-        raise RuntimeError(
-            "No device mesh is currently active! Pass device_mesh=, or make the call inside of "
-            "`with mesh:`"
-        )
-    return _mesh_resources.get_current_mesh()
-
-
-class StandInMesh:
-    """Stands in for a `DeviceMesh` in arithmetic: for ranks that do not run, or have no mesh."""
-
-    def __init__(self, mesh: torch.Tensor) -> None:
-        self.mesh, self.shape, self.ndim = mesh, tuple(mesh.shape), mesh.ndim
-
-
-class MeshPlace:
-    """Where this process is in a mesh; cached, as asking the mesh takes microseconds."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.sizes: Shape = tuple(mesh.shape)
-        with unset_fake_temporarily():  # the first look at a mesh may be under a FakeTensorMode
-            grid = mesh.mesh
-            self.ranks: tuple[int, ...] = tuple(grid.flatten().tolist())
-            # Whether ranks along each dim ascend, as those of its process group do.
-            self.ascends = [bool((grid.diff(dim=dim) > 0).all()) for dim in range(grid.ndim)]
-            self.grid: Integers = grid.numpy()
-        here = dist.get_rank() if dist.is_initialized() else 0
-        self.index: int | None = self.ranks.index(here) if here in self.ranks else None
-        # Stand-ins for single ranks, so that moves from there are planned once.
-        self.meshes_of_one: dict[int, Any] = {}
-
-    @cached_property
-    def coordinates(self) -> list[Shape]:
-        """Of every rank; where there may be thousands, see `coordinate`."""
-        return list(itertools.product(*map(range, self.sizes)))
-
-    def coordinate(self, index: int) -> Shape:
-        """Of rank `index` of the flattened mesh."""
-        found = []
-        for size in reversed(self.sizes):
-            index, at = divmod(index, size)
-            found.append(at)
-        return tuple(reversed(found))
-
-    def index_at(self, coordinate: Shape) -> int:
-        """The reverse."""
-        index = 0
-        for at, size in zip(coordinate, self.sizes, strict=True):
-            index = index * size + at
-        return index
-
-
-_places: weakref.WeakKeyDictionary[Any, MeshPlace] = weakref.WeakKeyDictionary()
-
-
-def place_in_mesh(mesh: DeviceMesh) -> MeshPlace:
-    """This process's place in `mesh`."""
-    place = _places.get(mesh)
-    if place is None:
-        place = _places[mesh] = MeshPlace(mesh)
-    return place
 
 
 class Layout:
@@ -307,12 +233,53 @@ def layout_of(
     try:
         layout = _layouts.get(key)
     except TypeError:
-        from weft.dtensor.layout.symbolic import layout_in_graph
-
         return layout_in_graph(mesh, placements, shape, stride, dtype)
     if layout is None:
         layout = _layouts[key] = Layout(*key)
     return layout
+
+
+class OpenLayout(Layout):
+    """A layout with open sizes, made only while a graph is traced.
+
+    It has no hash: what is known of its sizes may change, and a cache would keep the graph alive.
+    Equal layouts compare equal, but are not one object.
+    """
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, OpenLayout)
+            and (self.mesh, self.placements, self.dtype)
+            == (other.mesh, other.placements, other.dtype)
+            and (self.shape, self.stride) == (other.shape, other.stride)
+        )
+
+    def closed(self) -> Layout:
+        shape, stride = tuple(map(int, self.shape)), tuple(map(int, self.stride))
+        return layout_of(self.mesh, self.placements, shape, stride, self.dtype)
+
+
+def layout_in_graph(
+    mesh: DeviceMesh, placements: Placements, shape: Shape, stride: Shape, dtype: torch.dtype
+) -> Layout:
+    """`layout_of`, for symbolic sizes; those that cannot stay open are specialized."""
+    strided = {shard_dim(p) for p in placements if is_shard(p) and pieces_of(p) > 1}
+    for dim, (n, parts) in enumerate(
+        zip(shape, parts_of_dims(mesh, placements, len(shape)), strict=True)
+    ):
+        if is_open(n) and (dim in strided or n % parts != 0):
+            int(n)
+    sizes, strides = tuple(map(_settled, shape)), tuple(map(_settled, stride))
+    make = OpenLayout if any(map(is_open, (*sizes, *strides))) else layout_of
+    return make(mesh, placements, sizes, strides, dtype)
+
+
+def _settled(n: int) -> int:
+    """`n`, as a number if the graph is specialized to it."""
+    known = cast(Any, n).node.maybe_as_int() if is_open(n) else None
+    return n if known is None else known
 
 
 def contiguous_layout(

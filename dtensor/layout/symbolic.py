@@ -20,64 +20,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from weft.collectives.ranks.group import forget_meshes
-from weft.dtensor.layout.boxes import Layout, layout_of, place_in_mesh
-from weft.dtensor.layout.placements import Placements, is_shard, pieces_of, shard_dim
-from weft.dtensor.layout.runs import Shape, is_open
+from weft.dtensor.layout.boxes import OpenLayout
+from weft.dtensor.layout.placements import Placements
+from weft.dtensor.layout.places import parts_of_dims, place_in_mesh
+from weft.dtensor.layout.runs import is_open
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-
-class OpenLayout(Layout):
-    """A layout with open sizes, made only while a graph is traced.
-
-    It has no hash: what is known of its sizes may change, and a cache would keep the graph alive.
-    Equal layouts compare equal, but are not one object.
-    """
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, OpenLayout)
-            and (self.mesh, self.placements, self.dtype)
-            == (other.mesh, other.placements, other.dtype)
-            and (self.shape, self.stride) == (other.shape, other.stride)
-        )
-
-    def closed(self) -> Layout:
-        shape, stride = tuple(map(int, self.shape)), tuple(map(int, self.stride))
-        return layout_of(self.mesh, self.placements, shape, stride, self.dtype)
-
-
-def layout_in_graph(
-    mesh: DeviceMesh, placements: Placements, shape: Shape, stride: Shape, dtype: torch.dtype
-) -> Layout:
-    """`layout_of`, for symbolic sizes; those that cannot stay open are specialized."""
-    strided = {shard_dim(p) for p in placements if is_shard(p) and pieces_of(p) > 1}
-    for dim, (n, parts) in enumerate(
-        zip(shape, _parts_of_dims(mesh, placements, len(shape)), strict=True)
-    ):
-        if is_open(n) and (dim in strided or n % parts != 0):
-            int(n)
-    sizes, strides = tuple(map(_settled, shape)), tuple(map(_settled, stride))
-    make = OpenLayout if any(map(is_open, (*sizes, *strides))) else layout_of
-    return make(mesh, placements, sizes, strides, dtype)
-
-
-def _settled(n: int) -> int:
-    """`n`, as a number if the graph is specialized to it."""
-    known = cast(Any, n).node.maybe_as_int() if is_open(n) else None
-    return n if known is None else known
-
-
-def _parts_of_dims(mesh: DeviceMesh, placements: Placements, ndim: int) -> list[int]:
-    """Into how many parts each tensor dim is cut."""
-    parts = [1] * ndim
-    for placement, size in zip(placements, place_in_mesh(mesh).sizes, strict=True):
-        if is_shard(placement):
-            parts[shard_dim(placement)] *= size
-    return parts
 
 
 def relate(
@@ -85,7 +34,7 @@ def relate(
 ) -> None:
     """Add a guard to the graph for each open size: whether all ranks hold as much as this one."""
     if any(map(is_open, shape)) and place_in_mesh(mesh).index is not None:
-        parts = _parts_of_dims(mesh, placements, len(shape))
+        parts = parts_of_dims(mesh, placements, len(shape))
         for n, own, count in zip(shape, local_shape, parts, strict=True):
             bool(n == own * count)  # asking for the value adds the guard, whichever it is
 

@@ -2,5 +2,6 @@
 
 May import `dtensor.layout`. Read `transfers` (who takes which piece from whom), `redistribute`,
 `collective_plans` (steps of collectives where no symmetric memory reaches), `explicit` (who asked),
-`local_parts` (from_local, to_local), `custom_ops` (torch.ops.weft).
+`local_parts` (from_local, to_local), `custom_ops` (torch.ops.weft) and `graph_names` (layouts in
+graphs).
 """

@@ -1,54 +1,27 @@
 """What DTensor adds to torch.ops.weft, each as one op of a traced graph.
 
-    redistribute    the local tensor of one layout into that of another
-    check_even      what a traced `from_local` assumes, checked each time the graph runs
-
-In a traced graph a layout is a shape, which may be symbolic, and a name for its mesh and
-placements. The names are registered while the graph is traced.
+redistribute    the local tensor of one layout into that of another
+check_even      what a traced `from_local` assumes, checked each time the graph runs
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from weft.collectives import Group, agree, spanning_group
 from weft.collectives.custom_ops import define
 from weft.collectives.ranks.group import moves_gpu_tensors
-from weft.dtensor.layout.boxes import Layout, contiguous_layout
-from weft.dtensor.layout.placements import show
-
-# (mesh, placements), or the layout itself if these do not determine it.
-_named: dict[str, tuple[Any, Any] | Layout] = {}
-
-
-def layout_name(layout: Layout) -> str:
-    """Register a name for the mesh and placements of `layout`; it is the same on every rank."""
-    place = layout.place
-    name = f"{show(layout.placements)} on {list(place.sizes)}, ranks {list(place.ranks)}"
-    if layout.has_own_boxes:
-        name = f"{layout!r}, ranks {list(place.ranks)}, boxes {layout.boxes}"
-        _named[name] = layout
-    else:
-        _named[name] = layout.mesh, layout.placements
-    return name
-
-
-def _layout(name: str, shape: Sequence[int], dtype: torch.dtype) -> Layout:
-    known = _named[name]
-    if isinstance(known, Layout):
-        return known
-    return contiguous_layout(*known, tuple(shape), dtype)
+from weft.dtensor.layout.boxes import Layout
+from weft.dtensor.move.graph_names import layout_named, named
+from weft.dtensor.move.redistribute import move
 
 
 def _redistribute(
     local: torch.Tensor, shape: Sequence[int], source: str, target: str
 ) -> torch.Tensor:
-    from weft.dtensor.move.redistribute import move
-
-    before, after = (_layout(name, shape, local.dtype) for name in (source, target))
+    before, after = (layout_named(name, shape, local.dtype) for name in (source, target))
     moved = move(local, before, after).contiguous()
     return moved.clone() if moved.data_ptr() == local.data_ptr() else moved
 
@@ -56,7 +29,7 @@ def _redistribute(
 def _redistribute_fake(
     local: torch.Tensor, shape: Sequence[int], source: str, target: str
 ) -> torch.Tensor:
-    return local.new_empty(_layout(target, shape, local.dtype).local_shape)
+    return local.new_empty(layout_named(target, shape, local.dtype).local_shape)
 
 
 define(
@@ -74,7 +47,7 @@ def tell_lengths(group: Group) -> bool:
 
 
 def _check_even(local: torch.Tensor, dims: list[int], name: str) -> torch.Tensor:
-    known = _named[name]
+    known = named[name]
     group = spanning_group(known.mesh if isinstance(known, Layout) else known[0])
     if tell_lengths(group):
         lengths = [agree(group, f"from_local({name})", local.shape[dim]) for dim in dims]

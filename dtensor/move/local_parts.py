@@ -24,7 +24,8 @@ from weft.collectives.ranks.group import forget_meshes, resolve
 from weft.collectives.ranks.traced import is_traced
 from weft.dtensor.layout.boxes import Layout, contiguous_layout, layout_of
 from weft.dtensor.layout.placements import Placements, is_shard, shard_dim, show
-from weft.dtensor.move.custom_ops import layout_name, tell_lengths
+from weft.dtensor.move.custom_ops import tell_lengths
+from weft.dtensor.move.graph_names import layout_name
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

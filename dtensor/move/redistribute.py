@@ -53,7 +53,7 @@ from weft.dtensor.layout.placements import (
 )
 from weft.dtensor.layout.runs import Shape, contiguous_stride
 from weft.dtensor.move.collective_plans import collective_plan
-from weft.dtensor.move.custom_ops import layout_name
+from weft.dtensor.move.graph_names import layout_name
 from weft.dtensor.move.transfers import MovePlan, PulledPiece, Slices, Step, move_plan
 
 if TYPE_CHECKING:

@@ -2,11 +2,13 @@
 
 May import the rooms `layout`, `move`, `tracing`, `dispatch` of `dtensor`, `dtensor.random` and
 `dtensor.tensor`. Start with `pointwise`, then `reduce`, `matmul`, `products` (and what is fused of
-them), `view`; `attention`, `index`, `window`, `norm`, `nn`, `random`.
+them), `view`; `attention`, `index`, `window`, `norm`, `nn`, `loss`,
+`random`.
 """
 
 from weft.dtensor.rules import attention as attention
 from weft.dtensor.rules import index as index
+from weft.dtensor.rules import loss as loss
 from weft.dtensor.rules import matmul as matmul
 from weft.dtensor.rules import nn as nn
 from weft.dtensor.rules import norm as norm

@@ -58,6 +58,17 @@ def layer_norm_rule(call: OpCall) -> Choices:
     return Choices(_by_samples(call, 1, 0, call.inputs[0].ndim - len(call.args[1])))
 
 
+def row_norm_op(x: torch.Tensor, dims: int, *weights: torch.Tensor) -> torch.Tensor:
+    """A norm of the rows that the last `dims` dims make up."""
+    return torch.nn.functional.layer_norm(x, x.shape[x.ndim - dims :])
+
+
+@rule("row_norm_op")
+def _row_norm_rule(call: OpCall) -> Choices:
+    """(x, dims, weights ...) -> (out): as of aten's op."""
+    return Choices(_by_samples(call, 1, 0, call.inputs[0].ndim - call.args[1]), told=True)
+
+
 def _narrow(call: OpCall) -> None:
     """On a CPU, statistics are no wider than all the rest, though those of meta kernels are."""
     if call.mesh.device_type == "cpu" and len(dtypes := {t.dtype for t in call.inputs}) == 1:

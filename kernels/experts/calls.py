@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -47,20 +46,3 @@ class CombineCall(NamedTuple):
     def told(self, columns: int, dtype: torch.dtype) -> tuple[Any, ...]:
         """What must be the same on every rank."""
         return dtype, self.wire, ("H", columns), ("k", self.routing.top_k)
-
-
-def engine_module(engine: RunnableEngine) -> ModuleType:
-    """Where the forward and backward of both ops are: `host`, `across`, or `launched`, which needs
-    Triton.
-    """
-    if engine == "hosts":
-        from weft.kernels.experts import across
-
-        return across
-    if engine == "host":
-        from weft.kernels.experts import host
-
-        return host
-    from weft.kernels.experts import launched
-
-    return launched

@@ -24,7 +24,8 @@ from weft.collectives.ranks.traced import is_call_traced
 from weft.kernels.engine.autocast import autocast, outside_autocast
 from weft.kernels.engine.engines import record_backward
 from weft.kernels.engine.local_matmul import check_wire
-from weft.kernels.experts.calls import CombineCall, engine_module
+from weft.kernels.experts.by_engine import engine_module
+from weft.kernels.experts.calls import CombineCall
 from weft.kernels.experts.dispatch import engine_of, gradients
 from weft.kernels.experts.grouped import grouped_matmul
 from weft.kernels.experts.routing import Routing, check_weights

@@ -43,7 +43,8 @@ from weft.kernels.engine.epilogues import Activation
 from weft.kernels.engine.fp8 import FP8, Quantize, check_quantize
 from weft.kernels.engine.local_matmul import on_cpu
 from weft.kernels.experts.across import crossings, set_refusal
-from weft.kernels.experts.calls import DispatchCall, DispatchMade, engine_module
+from weft.kernels.experts.by_engine import engine_module
+from weft.kernels.experts.calls import DispatchCall, DispatchMade
 from weft.kernels.experts.grouped import grouped_matmul
 from weft.kernels.experts.routing import (
     Roster,

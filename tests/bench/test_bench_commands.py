@@ -18,7 +18,7 @@ from test_hosts import QUICK, on_hosts
 
 from weft import settings, versions
 from weft.bench import cli, rows
-from weft.bench.commands import across, doctor, explain, modelled_launches, tune
+from weft.bench.commands import across, doctor, explain, modelled_launches, trial, tune
 from weft.bench.report import compare
 from weft.bench.rows import Case, Result, Timing
 from weft.cli import main as weft
@@ -154,11 +154,11 @@ def test_doctor_says_what_is_in_the_way(monkeypatch: pytest.MonkeyPatch, capsys:
 
 def test_doctor_doubts_rates_that_cannot_be(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     good = Machine({"torch.float32": 4e4}, 1e4, 10.0, 1e3, 200.0)
-    assert doctor.doubt_of(good, 4e4) == doctor.doubt_of(good, 1e4) == ""
+    assert trial.doubt_of(good, 4e4) == trial.doubt_of(good, 1e4) == ""
     low = replace(good, flops={"torch.float32": 1e4})
-    assert doctor.doubt_of(low, 4e4) == "too low: a rank multiplies at 40 GFLOP/s now"
-    assert "a load of 2.1 a core" in doctor.doubt_of(replace(good, load=2.1), 4e4)
-    assert "process group cannot" in doctor.doubt_of(replace(good, copy=100.0), 4e4)
+    assert trial.doubt_of(low, 4e4) == "too low: a rank multiplies at 40 GFLOP/s now"
+    assert "a load of 2.1 a core" in trial.doubt_of(replace(good, load=2.1), 4e4)
+    assert "process group cannot" in trial.doubt_of(replace(good, copy=100.0), 4e4)
 
 
 def test_doctor_tells_what_differs_between_ranks() -> None:

@@ -46,7 +46,7 @@ STAY = {
     "dtensor/dispatch/call: rules_of_overloads": "made at import",
     "dtensor/dispatch/discovery: asked": "ops that the user names",
     "dtensor/dispatch/views: _writes": "a number for each world of virtual ranks",
-    "dtensor/move/custom_ops: _named": "compiled graphs, which name layouts",
+    "dtensor/move/graph_names: named": "compiled graphs, which name layouts",
     "dtensor/tensor: _kept": "compiled graphs, which name meshes",
     "dtensor/tensor: before_write": "made at import",
 }

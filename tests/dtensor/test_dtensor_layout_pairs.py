@@ -201,6 +201,22 @@ def test_explain_tells_all_candidates() -> None:
         told = weft.explain(lambda: functional.linear(whole, w))
     (chosen,) = [d for d in told if d.candidates]
     assert any("dim 0 of the first is not cut" in line for line in chosen.candidates)
+    # Losses and norms: what they could be, and why a fused one is out.
+    labels = distribute_tensor(torch.randint(8, (8,)), mesh, [R])
+
+    def lines(function: Callable[..., Any], *args: Any) -> list[str]:
+        return [line for d in weft.explain(lambda: function(*args)) for line in d.candidates]
+
+    cut, rows = x.redistribute(mesh, [S1]), lines(functional.cross_entropy, x, labels)
+    of_classes = lines(functional.cross_entropy, cut, labels)
+    assert any("by vocab_parallel_cross_entropy: 10" in line for line in of_classes), of_classes
+    assert any("by log_softmax, nll_loss: dearer" in line for line in of_classes), of_classes
+    assert sum(line.endswith("taken") for line in of_classes) == 1
+    assert any("vocab_parallel_cross_entropy: classes are not cut" in line for line in rows), rows
+    assert any("[S(0), S(0)] -> [S(0)]: 0 us, taken" in line for line in rows), rows
+    of_rows = lines(functional.layer_norm, x, (8,))
+    assert "[S(0)] -> [S(0)]: 0 us, taken" in of_rows, of_rows
+    assert lines(functional.rms_norm, cut, (8,)) == ["[R] -> [R]: 10 us, taken"]
     features = x.redistribute(mesh, [S1])
     told = weft.explain(lambda: features @ w.redistribute(mesh, [R]))
     (chosen,) = [d for d in told if d.candidates]

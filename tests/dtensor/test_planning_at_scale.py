@@ -10,8 +10,9 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from weft.dtensor.layout.boxes import Layout, StandInMesh, contiguous_layout
+from weft.dtensor.layout.boxes import Layout, contiguous_layout
 from weft.dtensor.layout.placements import normalize
+from weft.dtensor.layout.places import StandInMesh
 from weft.dtensor.move import transfers
 from weft.dtensor.move.collective_plans import collective_plan
 from weft.dtensor.move.transfers import PulledPiece, Step, cut_box, move_plan

@@ -118,7 +118,7 @@ def _of_solo(spec: Any, device: torch.device, alone: bool = True) -> partial[Non
 
 
 def _small() -> list[Any]:
-    from tools.gpu.process import small_cases
+    from tools.gpu.ranks import small_cases
 
     return small_cases()
 
@@ -147,7 +147,7 @@ def _calls(step: str, plan: StepPlan) -> list[Unit]:
 def of_call(call: str, W: int, kind: Literal["cuda", "cpu"], whole: bool) -> None:
     """A call of W ranks; `whole`: which have a chip each."""
     from tools.gpu import cases as gpu_cases
-    from tools.gpu.process import on_ranks
+    from tools.gpu.ranks import on_ranks
     from weft.kernels.engine import chips
 
     def body(rank: int) -> None:
