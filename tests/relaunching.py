@@ -148,7 +148,8 @@ NOT_STRAIGHT = {
 
 def launched_straight() -> bool:
     """Whether a function has found out how its calls go straight to their launches."""
-    return any(isinstance(each, Straight) for each in repeatable.straight.values())
+    known = [each for layouts in repeatable.straight.values() for each in layouts]
+    return any(isinstance(each.how, Straight) for each in known)
 
 
 def layout(results: Any) -> Any:
@@ -302,6 +303,17 @@ def straight_cases() -> Iterator[tuple[str, str]]:
         yield "other numbers", way(partial(gather, gather_dim=-2))
         yield "another tensor", way(partial(gather, bias=bias))
         yield "its third call", way(partial(gather, bias=bias), "straight", 2)
+        for told, other in {
+            "another size": w[:, :4].contiguous(),
+            "other strides": w.t().contiguous().t(),
+            "a parameter": torch.nn.Parameter(w, requires_grad=False),
+            "a pending negation": torch._neg_view(w),
+        }.items():
+            yield told, way(partial(weft.all_gather_matmul, x, other))
+        yield "another dtype", way(partial(weft.all_gather_matmul, x.half(), w.half()))
+        with torch.inference_mode():
+            yield "tensors of inference", way(partial(weft.all_gather_matmul, x.clone(), w))
+        yield "after all of these", way(gather, "straight")
         yield "lengths that are given", way(partial(gather, sizes=lengths), "straight", 3)
         with patch.dict(os.environ, WEFT_TIMEOUT_S="77"):
             yield "another time-out", way(gather)

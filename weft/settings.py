@@ -22,6 +22,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, cast, get_args
 
@@ -116,7 +117,11 @@ def timeout_s() -> float:
     Raises:
         ValueError: WEFT_TIMEOUT_S is not a number above 0.
     """
-    text = _variable("WEFT_TIMEOUT_S", "600")
+    return _seconds(_variable("WEFT_TIMEOUT_S", "600"))
+
+
+@lru_cache(maxsize=16)
+def _seconds(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:

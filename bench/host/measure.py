@@ -162,7 +162,8 @@ def prepared(params: dict[str, Any]) -> Iterator[Callable[[int], Any]]:
             for _ in range(3):
                 problem.run(RANK)
             world.team.learning = False
-            stack.enter_context(patch.object(solo._SoloWaiter, "post", Waiter.post))
+            for each in ("post", "meet"):
+                stack.enter_context(patch.object(solo._SoloWaiter, each, getattr(Waiter, each)))
             for buffer in world.team.buffers:
                 own = buffer.segments[RANK][: pad.pad_bytes(WORLD_SIZE)].view(torch.int64)
                 own[pad.HOST_SLOTS : pad.KERNEL_SLOTS : pad.LINE] = _FAR  # all hosts have come

@@ -30,7 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft.collectives.ranks.caches import KeptDict
 
 Operands = Sequence["torch.Tensor | None"]
-_Fill = Callable[[Sequence[Any]], Any]  # an argument, of the tensors of a call
+_Fill = Callable[[Sequence[Any]], "tuple[Any, ...]"]  # the arguments, of the tensors of a call
+_Launch = Callable[["tuple[Any, ...]"], object]
 
 _ALIGNED = 16  # bytes: what Triton specializes addresses for
 
@@ -70,12 +71,13 @@ def launch_kept(
     key = id(kernel), *args[1:], *constants.values()
     run = kept.get(key)
     if run is not None and under_way.recorder is None:
-        run()  # a fifth of what Triton takes to look it up
+        run()  # a tenth of what Triton takes to look it up
         return
     compiled = launching(kernel, 1)(*args, **constants, num_warps=1)
     if _is_compiled(compiled):
         given = dict(zip(kernel.arg_names, args, strict=False)) | constants
-        kept[key] = partial(compiled[1, 1, 1], *[given[name] for name in kernel.arg_names])
+        arguments = (*[given[name] for name in kernel.arg_names],)
+        kept[key] = partial(_launch(compiled, 1), arguments)
 
 
 def _is_compiled(launched: Any) -> bool:
@@ -162,28 +164,27 @@ class KeptCall:
     """A call that can be made again.
 
     Attributes:
-        launches: how each kernel is run, and its arguments, constants or not.
+        launches: what launches each kernel, and what makes its arguments, constants or not, of
+            operands, results and temporaries.
         made: shape, strides and dtype of what is allocated: for results, then for what is
             temporary.
         results: how each result lies in its part of `made`: shape, strides, offset; None: as it is.
     """
 
     device: torch.device
-    launches: list[tuple[Callable[..., object], list[Any], list[tuple[int, _Fill]]]]
+    launches: list[tuple[_Launch, _Fill]]
     made: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
     results: list[tuple[tuple[int, ...], tuple[int, ...], int] | None]
 
     def make(self, operands: Operands) -> list[torch.Tensor]:
         """Launch all, and return the results."""
-        device = self.device
-        # Given strides, a tensor is made in 1.3 us, else in 1.9.
-        made = [torch.empty_strided(*at, dtype=dtype, device=device) for *at, dtype in self.made]
-        tensors = [*operands, *made]
-        for run, arguments, fills in self.launches:
-            given = arguments.copy()
-            for i, fill in fills:
-                given[i] = fill(tensors)
-            run(*given)
+        device, tensors = self.device, list[Any](operands)
+        for shape, strides, dtype in self.made:
+            # Given strides, a tensor is made in 1.3 us, else in 1.9.
+            tensors.append(torch.empty_strided(shape, strides, dtype=dtype, device=device))
+        for launch, arguments in self.launches:
+            launch(arguments(tensors))
+        made = tensors[len(operands) :]
         views = zip(made, self.results, strict=False)
         return [x if view is None else x.as_strided(*view) for x, view in views]
 
@@ -264,13 +265,10 @@ class Repeated:
         for i, begin in enumerate([*(x if x is None else x.data_ptr() for x in operands), *begins]):
             if begin is not None and places.setdefault(begin, i) != i:
                 raise _NotKeptError
-        launches = []
-        for compiled, programs, arguments in recorder.launches:
-            fills = enumerate(_filled(value, places) for value in arguments)
-            varying = [(i, fill) for i, fill in fills if fill is not None]
-            launches.append((compiled[programs, 1, 1], arguments, varying))
-            for i, _ in varying:
-                arguments[i] = None  # no tensor of this call stays alive
+        launches = [
+            (_launch(compiled, programs), _fill((*arguments,), places))
+            for compiled, programs, arguments in recorder.launches
+        ]
         shapes, views = [], []
         for x in made:
             count = x.untyped_storage().nbytes() // x.element_size()
@@ -282,39 +280,68 @@ class Repeated:
         return KeptCall(self._device, launches, shapes, views[: len(results)])
 
 
-def _filled(value: Any, places: dict[int, int | None]) -> _Fill | None:
-    """How an argument follows from the tensors of a call; None if it does not vary."""
+def _launch(compiled: Any, programs: int) -> _Launch:
+    """compiled[(programs, 1, 1)] of arguments.
+
+    What is done there for hooks, a third of it, is left out while nobody has set any.
+    """
+    from triton.knobs import HookChain, runtime
+    from triton.runtime import driver
+
+    with_hooks = compiled[programs, 1, 1]
+    run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
+
+    def launch(arguments: tuple[Any, ...]) -> object:
+        for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+            if hook.__class__ is not HookChain or hook.calls:
+                return with_hooks(*arguments)
+        active = driver.active
+        stream = active.get_current_stream(active.get_current_device())
+        return run(programs, 1, 1, stream, function, packed, None, None, None, *arguments)
+
+    return launch
+
+
+def _fill(arguments: tuple[Any, ...], places: dict[int, int | None]) -> _Fill:
+    """How arguments follow from the tensors of a call. No tensor of this one stays alive.
+
+    An expression is a fifth as long as loops over parts that vary: these are tuples in tuples.
+    """
+    constants: dict[str, Any] = {}
+    source, _ = _source(arguments, places, constants)
+    fill: _Fill = eval(f"lambda tensors: {source}", constants)
+    return fill
+
+
+def _described(kind: Any, bare: dict[str, Any], base: Any) -> Any:
+    """The descriptor of a tensor, of which all else was checked before."""
+    made = object.__new__(kind)
+    made.__dict__.update(bare, base=base)
+    return made
+
+
+def _source(
+    value: Any, places: dict[int, int | None], constants: dict[str, Any]
+) -> tuple[str, bool]:
+    """An expression of `tensors` and of `constants`, where it adds some, that is an argument; and
+    whether it varies."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     if isinstance(value, torch.Tensor):
         if value.data_ptr() not in places:
             raise _NotKeptError
         number = places[value.data_ptr()]
-        return None if number is None else lambda tensors: tensors[number]
-    if isinstance(value, TensorDescriptor):
-        base = _filled(value.base, places)
-        if base is None:
-            return None
-        bare = {name: each for name, each in vars(value).items() if name != "base"}
-
-        def described(tensors: Sequence[Any]) -> TensorDescriptor:
-            made = object.__new__(TensorDescriptor)  # what it checks, it has checked
-            made.__dict__ = bare | {"base": base(tensors)}
-            return made
-
-        return described
-    if isinstance(value, tuple):
-        parts = [_filled(part, places) for part in value]
-        varying = [(i, part) for i, part in enumerate(parts) if part is not None]
-        if not varying:
-            return None
-        constants = [None if part else each for each, part in zip(value, parts, strict=True)]
-
-        def filled(tensors: Sequence[Any]) -> tuple[Any, ...]:
-            given = constants.copy()
-            for i, part in varying:
-                given[i] = part(tensors)
-            return tuple(given)
-
-        return filled
-    return None
+        if number is not None:
+            return f"tensors[{number}]", True
+    elif isinstance(value, TensorDescriptor):
+        base, varies = _source(value.base, places, constants)
+        if varies:
+            bare = {key: each for key, each in vars(value).items() if key != "base"}
+            constants[name := f"c{len(constants)}"] = partial(_described, type(value), bare)
+            return f"{name}({base})", True
+    elif isinstance(value, tuple):
+        parts = [_source(part, places, constants) for part in value]
+        if any(varies for _, varies in parts):
+            return f"({''.join(f'{part}, ' for part, _ in parts)})", True
+    constants[name := f"c{len(constants)}"] = value
+    return name, False

@@ -424,14 +424,12 @@ def _agreed(group: Group, op: str, value: int, call: Call) -> list[int]:
     mine = pad.call_word(ws.rank, generation)
     for words in waiter.words:
         words[mine - 1], words[mine] = value, signature
-    for peer in ws.peers:
-        waiter.post(peer, generation)
-    for peer in ws.peers:
-        waiter.wait(peer, generation, op)
+    waiter.meet(ws.peers, generation, op)
     first = pad.call_word(0, generation)
     end = first + pad.LINE * ws.world_size
-    if any(own[word] != signature for word in range(first, end, pad.LINE)):
+    if own[first : end : pad.LINE].tolist().count(signature) != ws.world_size:
         calls = {rank: own[pad.call_word(rank, generation)] for rank in range(ws.world_size)}
         _answer(ws, generation, calls, signature)
         raise MismatchError(_differ(group, calls))
-    return [own[word - 1] for word in range(first, end, pad.LINE)]
+    told: list[int] = own[first - 1 : end - 1 : pad.LINE].tolist()
+    return told

@@ -3,13 +3,14 @@
     call 1    checks, plan, memory, kernels                      launches are kept: see `launches`
     call 2    the same, watched: what it agrees on with the other ranks, on which workspace it is a
               call, which of its arguments the kept launches are given, what its results are made of
-    call 3..  a key of the arguments --> the lengths are agreed on, the call is noted and checked,
-              its launches are made, the results are returned
+    call 3..  a key of the arguments, tensors like those of before --> the lengths are agreed on,
+              the call is noted and checked, its launches are made, the results are returned
 
-The first two take 40 to 100 us of Python over the launches, the others a third of that.
+The first two take 40 to 100 us of Python over the launches, the others a quarter of that.
 
-Why call 3 does what it would have done: all that a function goes by is in the key, but for the
-addresses and values of tensors. Of tensors, launches take addresses; a call that is watched is not
+Why call 3 does what it would have done: all that a function goes by is in the key, or in what its
+tensors are guarded by, but for their addresses and values. Launches take addresses; a call that is
+watched is not
 made straight later if it copies or computes, makes more calls than one, or has a tensor that no
 launch is given, which the host may have read. What is rare is left to the function itself:
 gradients, traces, profilers, modes and transforms of torch, subclasses, WEFT_CHECK=1,
@@ -22,10 +23,12 @@ import inspect
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
+from operator import itemgetter
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch._C._autograd import _profiler_enabled
+from torch._C._dynamo.guards import TensorGuards
 from torch.autograd import forward_ad
 
 from weft import settings
@@ -48,8 +51,25 @@ _transformed = torch._C._are_functorch_transforms_active
 _TRIES = 3  # of watching
 _OTHERWISE = object()
 
-# By key: how a call is made straight; None if that cannot be; how often it has been made.
-straight = KeptDict[tuple[Hashable, ...], "Straight | int | None"](4096, f"{__name__}.straight")
+_LAYOUTS = 32  # of tensors, by key: a look at one that is another takes 0.3 us
+
+
+@dataclass
+class _Known:
+    """What is known of calls with one key, whose tensors are alike.
+
+    Attributes:
+        alike: whether tensors are: a look of C at types, dtypes, devices, sizes, strides, pending
+            negations, the need of a gradient, and modes of dispatch, for all together.
+        how: they are made straight; None if they cannot be; how often they have been made.
+    """
+
+    alike: Callable[..., bool]
+    how: Straight | int | None = 0
+
+
+# By all that calls go by beside their tensors; the last ones first.
+straight = KeptDict[tuple[Hashable, ...], list[_Known]](4096, f"{__name__}.straight")
 kept_by_group.append(straight)
 
 
@@ -71,47 +91,47 @@ class Straight:
     Attributes:
         agreed: on what the ranks agree first: op, value and what is told, and all ranks' values.
         begun: the workspace on which it is a call, and its name and words; None if on none.
-        operands: what the launches are given: an argument, by its number; what is allocated, by its
-            shape, strides and dtype; or None.
+        allocated: for the launches: shape, strides and dtype.
+        operands: what the launches are given: numbers of arguments and of what is allocated, or
+            None; None in all if it is these, in order.
         results: made of arguments, what is allocated, and results of the launches, in this order.
     """
 
     agreed: tuple[tuple[tuple[str, int, Any], list[int]], ...]
     begun: tuple[Workspace, str, Call] | None
     launched: KeptCall
-    operands: list[Any]
+    allocated: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
+    operands: list[int | None] | None
     results: Callable[[Sequence[Any]], Any]
 
     def make(self, group: Group, given: list[torch.Tensor]) -> Any:
         """The results; _OTHERWISE if the function itself must make the call."""
-        if self.begun is not None and (self.begun[0].retired or not self.begun[0].is_open):
+        begun = self.begun
+        if begun is not None and (begun[0].retired or not begun[0].is_open):
             return _OTHERWISE
         if not launches.are_apart(given):
             return _OTHERWISE
         check_all()
-        learned = []
-        for asked, expected in self.agreed:
-            values = agree(group, *asked)
-            learned.append((asked, values))
-            if values != expected:
-                under_way.agreed = (*learned,)
-                return _OTHERWISE
-        device, tensors = self.launched.device, [*given]
-        operands = list[torch.Tensor | None]()
-        for operand in self.operands:
-            if operand.__class__ is int:
-                operands.append(given[operand])
-            elif operand is None:
-                operands.append(None)
-            else:
-                made = torch.empty_strided(*operand[0], dtype=operand[1], device=device)
-                operands.append(made)
-                tensors.append(made)
-        if self.begun is None:
-            tensors += self.launched.make(operands)
+        if self.agreed:
+            learned = []
+            for asked, expected in self.agreed:
+                values = agree(group, *asked)
+                learned.append((asked, values))
+                if values != expected:
+                    under_way.agreed = (*learned,)
+                    return _OTHERWISE
+        launched, tensors = self.launched, given
+        for shape, strides, dtype in self.allocated:
+            made = torch.empty_strided(shape, strides, dtype=dtype, device=launched.device)
+            tensors.append(made)
+        operands: Sequence[torch.Tensor | None] = tensors
+        if self.operands is not None:
+            operands = [None if number is None else tensors[number] for number in self.operands]
+        if begun is None:
+            tensors += launched.make(operands)
         else:
-            with OneCall(*self.begun, True):
-                tensors += self.launched.make(operands)
+            with OneCall(*begun, True):
+                tensors += launched.make(operands)
         return self.results(tensors)
 
 
@@ -148,7 +168,7 @@ class _Watched(OnlyLooks):
         ((launched, operands, made),) = self.repeated
         places = {x.data_ptr(): number for number, x in enumerate(given)}
         beginnings = {x.untyped_storage().data_ptr(): x for x in self.allocated}
-        numbers, tensors = list[Any](), [*given]
+        numbers, allocated, tensors = list[int | None](), list[Any](), [*given]
         for operand in operands:
             if operand is None:
                 numbers.append(None)
@@ -158,13 +178,15 @@ class _Watched(OnlyLooks):
                 whole = beginnings.get(operand.data_ptr())
                 if whole is None or not whole.is_contiguous():
                     return None
-                numbers.append(((tuple(whole.shape), whole.stride()), whole.dtype))
+                numbers.append(len(tensors))
+                allocated.append((tuple(whole.shape), whole.stride(), whole.dtype))
                 tensors.append(whole)
         if not {*range(len(given))} <= {*numbers}:
             return None  # the host reads what no launch is given
         build = _rebuilt(results, [*tensors, *made])
         begun = self.begun[0] if self.begun else None
-        return build and Straight((*self.agreed,), begun, launched, numbers, build)
+        given_as = None if numbers == [*range(len(tensors))] else numbers
+        return build and Straight((*self.agreed,), begun, launched, allocated, given_as, build)
 
 
 def _rebuilt(
@@ -176,7 +198,7 @@ def _rebuilt(
     if isinstance(results, torch.Tensor):
         for number, x in enumerate(tensors):
             if x is results:
-                return _View(number, None).taken
+                return itemgetter(number)
         begin = results.untyped_storage().data_ptr()
         for number, x in enumerate(tensors):
             if x.untyped_storage().data_ptr() == begin and x.dtype == results.dtype:
@@ -197,7 +219,7 @@ def _layout(x: torch.Tensor) -> tuple[Any, Any, int]:
     return tuple(x.shape), x.stride(), int(x.storage_offset())
 
 
-def _known(values: Sequence[Any], key: list[Hashable], given: list[torch.Tensor]) -> bool:
+def _taken_apart(values: Sequence[Any], key: list[Hashable], given: list[torch.Tensor]) -> bool:
     """Append what a call goes by to `key`, tensors to `given`; False if it is of another kind."""
     for value in values:
         kind = value.__class__
@@ -207,10 +229,10 @@ def _known(values: Sequence[Any], key: list[Hashable], given: list[torch.Tensor]
             if value.requires_grad and torch.is_grad_enabled():
                 return False
             given.append(value)
-            key += value.shape, value.stride(), value.dtype, value.device, value.is_neg()
+            key.append(torch.Tensor)
         elif kind is list or kind is tuple:
             key.append(len(value))
-            if not _known(value, key, given):
+            if not _taken_apart(value, key, given):
                 return False
         else:
             return False
@@ -254,12 +276,20 @@ def repeatable(op: Callable[_P, _R]) -> Callable[_P, _R]:
             return op(*args, **kwargs)
         parts: list[Hashable] = [op, group, *settings.set_for_calls(), len(args), *named]
         given = list[torch.Tensor]()
-        if not (_known(values, parts, given) and _known((*named.values(),), parts, given)):
+        if not _taken_apart(values, parts, given):
+            return op(*args, **kwargs)
+        if named and not _taken_apart((*named.values(),), parts, given):
             return op(*args, **kwargs)
         key = (*parts,)
-        known = straight.get(key, 0)
-        if known.__class__ is Straight:
-            made: Any = known.make(group, given)
+        layouts, known = straight.get(key, ()), None
+        for known in layouts:
+            if known.alike(*given):
+                break
+        else:
+            known = None
+        how = known.how if known is not None else 0
+        if how.__class__ is Straight:
+            made: Any = how.make(group, given)
             if made is not _OTHERWISE:
                 result: _R = made
                 return result
@@ -267,11 +297,12 @@ def repeatable(op: Callable[_P, _R]) -> Callable[_P, _R]:
                 return op(*args, **kwargs)
             finally:
                 under_way.agreed = ()
-        if known is None or settings.check_calls():
+        if how is None or settings.check_calls():
             return op(*args, **kwargs)
-        if known == 0:
+        if known is None:
             results = op(*args, **kwargs)
-            straight[key] = 1
+            if given:
+                straight[key] = [_Known(_guards(given), 1), *layouts[: _LAYOUTS - 1]]
             return results
         watched, before = _Watched(), group.calls.position
         under_way.watched = watched
@@ -281,8 +312,16 @@ def repeatable(op: Callable[_P, _R]) -> Callable[_P, _R]:
         finally:
             under_way.watched = None
         found = watched.straight(given, results, group.calls.position - before)
-        later = known + 1 if known < _TRIES else None  # type: ignore[operator]
-        straight[key] = found or later
+        known.how = found or (how + 1 if how < _TRIES else None)  # type: ignore[operator]
         return results
 
     return run
+
+
+def _guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """Whether others are like these, in all but addresses and values."""
+    sizes: Any = [[*x.shape] for x in tensors]
+    strides: Any = [[*x.stride()] for x in tensors]
+    guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    alike: Callable[..., bool] = guards.check
+    return alike

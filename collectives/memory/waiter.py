@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from weft import settings
@@ -63,6 +63,17 @@ class Waiter:
             except BaseException:  # of a signal's handler
                 self.break_off()
                 raise
+        fence()
+
+    def meet(self, peers: Sequence[int], value: int, op: str) -> None:
+        """`post` to each of `peers`, then `wait` for each."""
+        fence()
+        own, words, mine = self.own, self.words, pad.HOST_SLOTS + pad.LINE * self.rank
+        for peer in peers:
+            words[peer][mine] = value
+        for peer in peers:
+            if own[pad.HOST_SLOTS + pad.LINE * peer] < value:
+                self.wait(peer, value, op)
         fence()
 
     def _wait(self, slot: int, peer: int, value: int, op: str) -> None:

@@ -32,6 +32,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -71,13 +73,46 @@ def announce(ws: Workspace, link: Link, peer: int, chunk: int, next_peer: int) -
     launch_kept(ws.kept_launches(), _announce_kernel, args, WORLD_SIZE=ws.world_size)
 
 
-def _chunks(
-    shard: torch.Tensor, into: torch.Tensor, count: int, rows: int
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What of a shard of `count` rows is copied where, `rows` at a time."""
-    if count <= rows:
-        return [(shard, into)] * (count > 0)
-    return [*zip(shard.split(rows), into.split(rows), strict=True)]
+class _Copy(NamedTuple):
+    """A chunk of a peer's shard.
+
+    Attributes:
+        at: where the shard begins in the gathered matrix.
+        rows: of the shard, that are copied one after another: pairs of first and last + 1.
+        first: whether it is the first in its stream, which must wait for `peer`.
+        next_peer: whose chunk comes next in the stream; the rank itself: no other's.
+    """
+
+    stream: int
+    peer: int
+    chunk: int
+    at: int
+    rows: tuple[tuple[int, int], ...]
+    first: bool
+    next_peer: int
+
+
+@lru_cache(maxsize=256)
+def _copies(
+    rank: int, peers: tuple[int, ...], sizes: tuple[int, ...], chunk_rows: int
+) -> list[_Copy]:
+    """All copies, in the order in which they are enqueued.
+
+    Example:
+        of shards of 4 rows, 2 a chunk, one peer: rows (0, 2), then (2, 3) and (3, 4), of it.
+    """
+    chunks = [(peer, row) for peer in peers for row in range(0, sizes[peer], chunk_rows)]
+    found = []
+    for turn, (peer, row) in enumerate(chunks):
+        parts = 1 + turn if turn < STREAMS else 1
+        end = min(row + chunk_rows, sizes[peer])
+        step = -(-(end - row) // parts)
+        rows = tuple((start, min(start + step, end)) for start in range(row, end, step))
+        following = chunks[turn + STREAMS][0] if turn + STREAMS < len(chunks) else peer
+        next_peer = rank if following == peer else following
+        at, chunk, first = sum(sizes[:peer]), row // chunk_rows, turn < STREAMS
+        found.append(_Copy(turn % STREAMS, peer, chunk, at, rows, first, next_peer))
+    return found
 
 
 @contextmanager
@@ -108,34 +143,23 @@ def fetching(
         if scale_a is not None:
             ex.local((len(x),), torch.float32, scales_at).copy_(scale_a.reshape(-1))
         ex.signal_all()
-        order = [peer for peer in ex.peers() for _ in range(0, sizes[peer], chunk_rows)]
-        intos = gathered.split(list(sizes))
-        turn = 0
-        for peer in ex.peers():
-            shard, size = ex.peer(peer, (sizes[peer], K), x.dtype), sizes[peer]
-            chunks = _chunks(shard, intos[peer], size, chunk_rows)
-            if gathered_scales is not None:
-                factors = ex.peer(peer, (sizes[peer],), torch.float32, scales_at)
-                to_factors = gathered_scales.split(list(sizes))[peer]
-                scales = _chunks(factors, to_factors, size, chunk_rows)
-            for chunk, (there, here) in enumerate(chunks):
-                with beside.stream(turn % STREAMS):
-                    if turn < STREAMS:
-                        announce(ws, link, ws.rank, 0, peer)
-                    if gathered_scales is not None:
-                        scales[chunk][1].copy_(scales[chunk][0])
-                    rows = min(chunk_rows, size - chunk * chunk_rows)
-                    parts = 1 + turn if turn < STREAMS else 1
-                    for source, into in _chunks(there, here, rows, -(-rows // parts)):
-                        into.copy_(source)
-                    later = turn + STREAMS
-                    following = order[later] if later < len(order) else peer
-                    next_peer = ws.rank if following == peer else following
-                    announce(ws, link, peer, chunk, next_peer)
-                turn += 1
+        for copy in _copies(ws.rank, (*ws.peers,), (*sizes,), chunk_rows):
+            peer, at = copy.peer, copy.at
+            shard = ex.peer(peer, (sizes[peer], K), x.dtype)
+            with beside.stream(copy.stream):
+                if copy.first:
+                    announce(ws, link, ws.rank, 0, peer)
+                if gathered_scales is not None:
+                    start, end = copy.rows[0][0], copy.rows[-1][1]
+                    scales = ex.peer(peer, (sizes[peer],), torch.float32, scales_at)
+                    gathered_scales[at + start : at + end].copy_(scales[start:end])
+                for start, end in copy.rows:
+                    gathered[at + start : at + end].copy_(shard[start:end])
+                announce(ws, link, peer, copy.chunk, copy.next_peer)
         if with_own:
+            own = sum(sizes[: ws.rank])
             with beside.stream(0):
-                intos[ws.rank].copy_(x)
+                gathered[own : own + len(x)].copy_(x)
         yield
         beside.rejoin()
         ex.result(gathered)  # side streams may have copied after the consumer has spoilt it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from weft.collectives.memory.symmetric import SymmetricBuffer
@@ -57,3 +58,10 @@ class VirtualWaiter(Waiter):
         words, index = self._pads[self.rank], pad.HOST_SLOTS + pad.LINE * peer + word
         address = words.start + index * pad.WORD_BYTES
         self._world.acquire(address, lambda: words.plain[index], value)
+
+    def meet(self, peers: Sequence[int], value: int, op: str) -> None:
+        """`post` to each of `peers`, then `wait` for each."""
+        for peer in peers:
+            self.post(peer, value)
+        for peer in peers:
+            self.wait(peer, value, op)

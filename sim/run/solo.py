@@ -23,7 +23,7 @@ compare its result with an oracle. A signal that was not learned ends in `PeerTi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -176,6 +176,11 @@ class _SoloWaiter(Waiter):
         if self._team.learning:
             told = self.own[mine + 1 : mine + pad.LINE].tolist()
             self._team.agree((self._name, value, word), told)
+
+    def meet(self, peers: Sequence[int], value: int, op: str) -> None:
+        """`post` to each of `peers`: all have come."""
+        for peer in peers:
+            self.post(peer, value)
 
     def _wait(self, slot: int, peer: int, value: int, op: str) -> None:
         self.give_up(peer, value, op, 0.0)

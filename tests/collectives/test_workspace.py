@@ -18,7 +18,7 @@ import torch
 from weft import collectives
 from weft.collectives import workspace as asked
 from weft.collectives.device import stream_signals
-from weft.collectives.memory import symmetric
+from weft.collectives.memory import symmetric, workspace
 from weft.collectives.memory.backends import _allow_shared_gpus, persistent
 from weft.collectives.memory.symmetric import SymmetricBuffer
 from weft.collectives.memory.workspace import Workspace, close, give_back
@@ -88,6 +88,7 @@ def gpu() -> Iterator[Gpu]:
     fake, of_cpu, zeros = Gpu(), symmetric.LocalMemory, torch.zeros
     with (
         patch.object(torch, "cuda", fake),
+        patch.object(workspace, "_handle", lambda on: id(torch.cuda.current_stream(on))),
         patch.object(symmetric, "LocalMemory", lambda n, _: of_cpu(n, torch.device("cpu"))),
         patch.object(symmetric, "persistent", lambda values, _: values),
         patch.object(torch, "zeros", lambda *a, pin_memory=False, **kw: zeros(*a, **kw)),
