@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Hosts on one machine: namespaces of processes, mounts, IPC, names and networks, joined by a bridge.
 #
-#   tests/hosts.sh [-n HOSTS] [-r RANKS] [-l LINK | -e NETEM] [-t SECONDS] -- ARGUMENTS OF PYTHON
+#   tests/hosts.sh [-n HOSTS] [-r RANKS] [-l LINK] [-e FAULTS] [-t SECONDS] -- ARGUMENTS OF PYTHON
 #
 #   -n  how many (2)                    -r  ranks on each (2)
 #   -l  of each host's link: a rate for `tc tbf`, as 1gbit; nothing: as it is
-#   -e  of each host's link: faults for `tc netem`, as "delay 200ms loss 1%", where the kernel has it
+#   -e  of each link: how many ms later its frames come, and the percentage that is lost, as "200 1";
+#       by a switch of our own in place of the bridge (`switch.py`), as not every kernel has `netem`
 #   -t  seconds until all is ended (120)
 #
 # torchrun starts the same program on each. The exit status is the first that is not 0; 77, with the
@@ -42,22 +43,31 @@ trap 'exit 143' TERM INT
 
 # The bridge is in a namespace of its own, so that nothing is left on the machine's network.
 ip netns add $tag-b 2>/dev/null || skip "ip netns is refused"
-ip -n $tag-b link add bridge type bridge 2>/dev/null || skip "there are no bridges"
-ip -n $tag-b link set bridge up
+declare -a names=()
 for ((i = 0; i < hosts; i++)); do
+    names+=("$tag-$i")
     ip netns add $tag-$i
-    ip -n $tag-$i link add net type veth peer name port$i netns $tag-b
-    ip -n $tag-b link set port$i master bridge up
+done
+if [ -n "$faults" ]; then
+    [ -w /dev/net/tun ] || skip "there is no /dev/net/tun"
+    # shellcheck disable=SC2086 # two words
+    exec 3< <(exec "${PYTHON:-python}" "$root/tests/switch.py" $faults "${names[@]}")
+    running+=($!)
+    read -r _ <&3 || skip "the devices of a switch are refused"
+else
+    ip -n $tag-b link add bridge type bridge 2>/dev/null || skip "there are no bridges"
+    ip -n $tag-b link set bridge up
+fi
+for ((i = 0; i < hosts; i++)); do
+    if [ -z "$faults" ]; then
+        ip -n $tag-$i link add net type veth peer name port$i netns $tag-b
+        ip -n $tag-b link set port$i master bridge up
+    fi
     ip -n $tag-$i addr add 10.77.0.$((i + 1))/24 dev net
     ip -n $tag-$i link set net up
     ip -n $tag-$i link set lo up
     if [ -n "$link" ]; then
         tc -n $tag-$i qdisc add dev net root tbf rate "$link" burst 256kb latency 50ms
-    fi
-    if [ -n "$faults" ]; then
-        # shellcheck disable=SC2086 # several words
-        tc -n $tag-$i qdisc add dev net root netem $faults 2>/dev/null ||
-            skip "this kernel has no netem, for links with $faults"
     fi
 done
 
@@ -72,7 +82,7 @@ for ((i = 0; i < hosts; i++)); do
     running+=($!)
 done
 status=0
-for pid in "${running[@]}"; do
+for pid in "${running[@]: -hosts}"; do
     wait "$pid" || { code=$?; [ $status != 0 ] || status=$code; }
 done
 exit $status

@@ -12,6 +12,7 @@ Nothing is taken to hide anything: in large calls, and fused ones, the levels ov
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -90,3 +91,19 @@ def _in_two_levels(op: str, group: Group, rates: cost.Machine) -> Line:
     inside = 1 / max(rates.copy, 1e-9)
     start = rates.between_us + 2 * len(hosts) * rates.sync_us
     return Line(start, between + inside, between, inside)
+
+
+def move_us(
+    group: Group, device: torch.device, rounds: int, nbytes: int, inside_bytes: int
+) -> float:
+    """Of a redistribution host by host: in `rounds` between hosts a rank receives `nbytes`; twice,
+    ranks of a host read from each other. Collective until the rates are known.
+    """
+    rates = cost.machine(group, device)
+    crossing = rounds * rates.between_us + nbytes / slowest(rates)
+    return crossing + 2 * rates.sync_us + 2 * inside_bytes / max(rates.copy, 1e-9)
+
+
+def flat_move_us(group: Group, device: torch.device, received: Sequence[int]) -> float:
+    """Of a redistribution by the process group, in whose steps a rank receives so many bytes."""
+    return sum(map(cost.machine(group, device).wire_time_us, received))

@@ -8,9 +8,10 @@ A step through symmetric memory is one pull:
 
 Pieces of a `Partial` source are added (max, ...) in rank order, half types in fp32, so that
 replicas are bitwise equal. If no symmetric memory spans the ranks, the pieces of a step travel in
-one all-to-all of a process group; over several hosts, a step that is a collective along one mesh
-dim, or alike along all of them, runs as that, in two levels. An asynchronous redistribution does 1
-and 2 at the call, and 3 when the result is first read; until then no rank waits or is waited for.
+one all-to-all of a process group. Over several hosts, a step that is a collective along one mesh
+dim, or alike along all of them, runs as that, in two levels; others go host by host where that has
+less cross: see `host_moves`. An asynchronous redistribution does 1 and 2 at the call, and 3 when
+the result is first read; until then no rank waits or is waited for.
 """
 
 from __future__ import annotations
@@ -44,8 +45,6 @@ from weft.collectives.ranks.reports import check_all
 from weft.collectives.ranks.traced import is_traced
 from weft.dtensor.layout.boxes import Layout, contiguous_layout
 from weft.dtensor.layout.placements import (
-    REDUCE,
-    divide_,
     is_inexact,
     normalize,
     pieces_of,
@@ -53,7 +52,9 @@ from weft.dtensor.layout.placements import (
 )
 from weft.dtensor.layout.runs import Shape, contiguous_stride
 from weft.dtensor.move.collective_plans import collective_plan
+from weft.dtensor.move.combining import Blocks, fill_neutral, put_together
 from weft.dtensor.move.graph_names import layout_name
+from weft.dtensor.move.host_moves import HostStep, host_step, move_by_hosts
 from weft.dtensor.move.transfers import MovePlan, PulledPiece, Slices, Step, move_plan
 
 if TYPE_CHECKING:
@@ -62,11 +63,9 @@ if TYPE_CHECKING:
 
     from weft.collectives.kernels.pull_boxes import Box
 
-Blocks = list[list[torch.Tensor]]
 # Yields once this rank has published what the others need; returns its local tensor.
 Running = Generator[None, None, torch.Tensor]
 
-_SUMMED_IN_FP32 = (torch.float16, torch.bfloat16)
 # How many asynchronous redistributions of a group may be in flight: one more finishes the first.
 _SLOTS = 4
 
@@ -137,7 +136,7 @@ def move_async(local: torch.Tensor, source: Layout, target: Layout) -> torch.Ten
     outside = source.index is None or target.index is None
     if outside or local.device.type != "cpu" or is_traced(local):
         return move(local, source, target)
-    steps = _steps(source, target)
+    steps = _steps(source, target, later=True)
     for step in steps[:-1]:
         local = _finish(_start(step, local))
     if not steps:
@@ -155,20 +154,22 @@ def move_async(local: torch.Tensor, source: Layout, target: Layout) -> torch.Ten
     return arriving
 
 
-def _steps(source: Layout, target: Layout) -> tuple[Step, ...]:
+def _steps(source: Layout, target: Layout, later: bool = False) -> tuple[Step, ...]:
     steps = move_plan(source, target).steps
-    if target.has_own_boxes:
+    if target.has_own_boxes or source.has_own_boxes:
         return steps  # no collective can move overlapping boxes
     if all(step.is_local for step in steps) or _group_of(steps[0]).backend is not None:
         return steps
-    alike = len({*zip(source.placements, target.placements, strict=False)}) == 1
-    if alike and source.mesh == target.mesh and len(source.place.sizes) > 1:
-        # Of steps along one mesh dim after the other, the one between hosts would bring each
-        # rank of a host the same.
-        at_once, device = Step(source, target), torch.device(source.mesh.device_type)
-        if _collective_of(at_once, _group_of(at_once), device) is not None:
-            return (at_once,)
-    return collective_plan(source, target).steps
+    flat = collective_plan(source, target).steps
+    at_once, device = Step(source, target), torch.device(source.mesh.device_type)
+    group = _group_of(at_once)
+    if not hosts.offered("redistribute", group, device):
+        return flat
+    whole = at_once.mesh_dim is None or len(source.place.sizes) == 1
+    if whole and not later and _collective_of(at_once, group, device) is not None:
+        return (at_once,)  # as that, parts of it overlap
+    by_hosts = host_step(source, target, flat, group, device)
+    return flat if by_hosts is None else (by_hosts,)
 
 
 def redistribute_plan(
@@ -210,6 +211,10 @@ def _group_of(step: Step) -> Group:
 
 def _start(step: Step, local: torch.Tensor, channel: str = "") -> Running:
     """Begin a step for `_finish` to end, after other steps if it has its own `channel`."""
+    if isinstance(step, HostStep):
+        if settings.tracing():
+            settings.record("redistribute", "hosts", str(step), collective=step.collective)
+        return move_by_hosts(step, local, channel)
     receiver = step.target.index
     pieces = step.pieces_of(receiver) if receiver is not None else ()
     group = None if step.is_local else _group_of(step)
@@ -242,7 +247,7 @@ def _finish(running: Running) -> torch.Tensor:
 
 def _keep_own(step: Step, local: torch.Tensor, pieces: tuple[PulledPiece, ...]) -> Running:
     yield
-    return _combine(step, local, pieces, [[local[p.source] for _ in p.holders] for p in pieces])
+    return put_together(step, local, pieces, [[local[p.source] for _ in p.holders] for p in pieces])
 
 
 def _pull(
@@ -270,7 +275,7 @@ def _pull(
                 ex.wait(peer)
                 of_holder[holder] = ex.peer(peer, step.source.shape_at(holder), local.dtype)
         blocks = [[of_holder[h][p.source] for h in p.holders] for p in pieces]
-        return ex.result(_combine(step, local, pieces, blocks))
+        return ex.result(put_together(step, local, pieces, blocks))
 
 
 class _Collective(NamedTuple):
@@ -354,7 +359,7 @@ def _pull_by_kernel(
     local = local.contiguous()
     out = local.new_empty(step.target.local_shape)
     if not pieces:
-        _fill_neutral(step, out)
+        fill_neutral(step, out)
     align = pull.word_bytes(local, out)
     key = (local.device, align)
     if (table := step.tables.get(key)) is None:
@@ -394,43 +399,6 @@ def _box(step: Step, piece: PulledPiece, group: Group) -> Box:
         start(piece.target, target),
         target,
     )
-
-
-def _combine(
-    step: Step, local: torch.Tensor, pieces: tuple[PulledPiece, ...], blocks: Blocks
-) -> torch.Tensor:
-    shape = step.target.local_shape
-    out = torch.empty(shape, dtype=local.dtype, device=local.device)
-    if not pieces:
-        return _fill_neutral(step, out)
-    for piece, terms in zip(pieces, blocks, strict=True):
-        into = out[piece.target]
-        if len(terms) == 1 and step.scale == 1:
-            into.copy_(terms[0])
-        elif wide := _wider(step, out.dtype):
-            into.copy_(_reduced(step, terms, torch.empty_like(into, dtype=wide)))
-        else:
-            _reduced(step, terms, into)
-    return out
-
-
-def _wider(step: Step, dtype: torch.dtype) -> torch.dtype | None:
-    """In what terms of `dtype` are reduced, if not in that: the sum of an average may not fit."""
-    if dtype in _SUMMED_IN_FP32:
-        return torch.float32
-    return torch.int64 if step.scale != 1 and not is_inexact(dtype) else None
-
-
-def _fill_neutral(step: Step, out: torch.Tensor) -> torch.Tensor:
-    product = any(getattr(p, "reduce_op", "") == "product" for p in step.target.placements)
-    return out.fill_(1 if product else 0)
-
-
-def _reduced(step: Step, terms: list[torch.Tensor], acc: torch.Tensor) -> torch.Tensor:
-    acc.copy_(terms[0])
-    for term in terms[1:]:
-        REDUCE[step.reduce_op or "sum"](acc, term.to(acc.dtype))
-    return divide_(acc, step.scale) if step.scale != 1 else acc
 
 
 def _all_to_all(
@@ -484,4 +452,4 @@ def _all_to_all(
                 starts[rank] += piece.numel
             terms.append(block)
         blocks.append(terms)
-    return _combine(step, local, pieces, blocks)
+    return put_together(step, local, pieces, blocks)

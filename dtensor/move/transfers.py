@@ -71,17 +71,17 @@ class Step:
     def pieces_of(self, receiver: int) -> tuple[PulledPiece, ...]:
         """What a rank of the flattened target mesh takes."""
         if (found := self._pieces.get(receiver)) is None:
-            candidates = self._families.holding(self.target, receiver, self.mesh_dim)
-            found = self._families.pieces(self.target, receiver, candidates)
+            candidates = self.families.holding(self.target, receiver, self.mesh_dim)
+            found = self.families.pieces(self.target, receiver, candidates)
             self._pieces[receiver] = found
         return found
 
     def taken_from(self, holder: int, receiver: int) -> list[PulledPiece]:
         """Of what a rank takes, the pieces that `holder` has a part in."""
         if (known := self._pieces.get(receiver)) is None:
-            if not self._families.meet(holder, self.target, receiver):
+            if not self.families.meet(holder, self.target, receiver):
                 return []
-            known = self._families.pieces(self.target, receiver, self._families.like(holder))
+            known = self.families.pieces(self.target, receiver, self.families.like(holder))
         return [piece for piece in known if holder in piece.holders]
 
     @cached_property
@@ -89,8 +89,9 @@ class Step:
         return {}
 
     @cached_property
-    def _families(self) -> _Families:
-        return _Families(self.source, self.target)
+    def families(self) -> Families:
+        """Who holds what before the step."""
+        return Families(self.source, self.target)
 
     @cached_property
     def reduce_op(self) -> str | None:
@@ -265,7 +266,7 @@ def _reductions(source: Layout, target: Layout) -> list[tuple[str, int]]:
     ]
 
 
-class _Families:
+class Families:
     """Who holds what before a step. Ranks whose values add up have the same box and are a family,
     named by its first member; mesh dims that stay Partial are left alone.
     """
@@ -329,46 +330,56 @@ class _Families:
         found: list[int] = self._firsts[line][whole[line]].tolist()
         return found
 
+    def by_box(
+        self, target: Layout, receiver: int, families: Sequence[int]
+    ) -> dict[Box, list[list[int]]]:
+        """Of some families, by their boxes, the members of each that a rank may take from."""
+        source, place = self._source, self._source.place
+        coordinate = target.place.coordinate(receiver)
+        found: dict[Box, list[list[int]]] = {}
+        for first in families if self.contributes(target, receiver) else ():
+            at = place.coordinate(first)
+            if all(at[dim] == coordinate[dim] for dim in self._kept):
+                found.setdefault(source.box(at), []).append(self._members(at))
+        return found
+
+    def contributes(self, target: Layout, receiver: int) -> bool:
+        """Whether a rank takes anything: of a new Partial, one does."""
+        at = target.place.coordinate(receiver)
+        return all(_contributes(target.placements[dim], at[dim]) for dim in self._born)
+
+    def kept(self, coordinate: Shape) -> Shape:
+        """Where a rank is along the mesh dims that stay Partial."""
+        return tuple(coordinate[dim] for dim in self._kept)
+
     def pieces(
         self, target: Layout, receiver: int, families: Sequence[int]
     ) -> tuple[PulledPiece, ...]:
         """What a rank takes of some families in one pull: of each box, from the nearest."""
-        source, place = self._source, self._source.place
-        coordinate = target.place.coordinate(receiver)
-        if not all(_contributes(target.placements[dim], coordinate[dim]) for dim in self._born):
-            return ()
-        here = coordinate if self._same_mesh else None
-        by_box: dict[Box, list[tuple[int, list[int]]]] = {}
-        for first in families:
-            at = place.coordinate(first)
-            if all(at[dim] == coordinate[dim] for dim in self._kept):
-                members = self._members(at)
-                distance = min(_distance(here, place.coordinate(m)) for m in members)
-                by_box.setdefault(source.box(at), []).append((distance, members))
         pieces: list[PulledPiece] = []
         wanted = target.box_at(receiver)
-        for box, holders in by_box.items():
+        for box, holders in self.by_box(target, receiver, families).items():
             if cuts := cut_box(box, wanted):
-                chosen = _nearest(holders, source, target.place.ranks[receiver], receiver)
+                chosen = self._nearest(holders, target, receiver)
                 pieces += [PulledPiece(tuple(chosen), s, t, numel) for s, t, numel in cuts]
         return tuple(pieces)
+
+    def _nearest(self, holders: list[list[int]], target: Layout, receiver: int) -> list[int]:
+        """The family to take from: one that includes the receiver, else one of the nearest."""
+        place, rank = self._source.place, target.place.ranks[receiver]
+        here = target.place.coordinate(receiver) if self._same_mesh else None
+        for members in holders:
+            if any(place.ranks[m] == rank for m in members):
+                return members
+        distances = [min(_distance(here, place.coordinate(m)) for m in each) for each in holders]
+        least = min(distances)
+        near = [each for d, each in zip(distances, holders, strict=True) if d == least]
+        return near[receiver % len(near)]
 
     def _members(self, first: Shape) -> list[int]:
         sizes = self._source.place.sizes
         terms = [range(sizes[dim]) if dim in self._summed else (first[dim],) for dim in self._dims]
         return [self._source.place.index_at(each) for each in itertools.product(*terms)]
-
-
-def _nearest(
-    holders: list[tuple[int, list[int]]], source: Layout, rank: int, receiver: int
-) -> list[int]:
-    """The family to take from: one that includes the receiver, else one of the nearest."""
-    for _, members in holders:
-        if any(source.place.ranks[m] == rank for m in members):
-            return members
-    least = min(distance for distance, _ in holders)
-    near = [members for distance, members in holders if distance == least]
-    return near[receiver % len(near)]
 
 
 def _contributes(placement: Placement, index: int) -> bool:
