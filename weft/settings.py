@@ -306,26 +306,39 @@ def explaining() -> Iterator[list[Decision]]:
         yield decisions
 
 
-_COMPILED = "_torchdynamo_orig_callable"  # what torch.compile returns has it
+# What torch.compile has returned, and modules whose regions have been compiled in place.
+_COMPILED = "_torchdynamo_orig_callable", "_compiled_call_impl"
+NOTHING_COMPILED = (
+    "no graph of it has gone through weft's pass: compile it with backend='weft', and call it first"
+)
 
 # What became of the collectives of a compiled function; set by `weft.kernels.graphs`.
 receipts_of: Callable[[Any], Any] | None = None
 
 
+def compiled_parts(fn: Any) -> list[Any]:
+    """What torch compiles of a function or module: itself, or modules inside."""
+    modules = fn.modules() if hasattr(fn, "modules") else ()
+    parts = {id(part): part for part in (fn, *modules)}.values()
+    return [p for p in parts if any(getattr(p, name, None) is not None for name in _COMPILED)]
+
+
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Run `fn(*args, **kwargs)` and report which engine ran each op of weft in it, and why.
 
-    It really runs, on every rank of the group. The value of `fn` is in `.result`. What
-    torch.compile(.., backend="weft") returned is not run if it is given no arguments: the report is
-    then of each collective that torch has compiled in it so far, fused or not, and why.
+    It really runs, on every rank of the group. The value of `fn` is in `.result`. What has been
+    compiled with `backend="weft"`, or a module some of whose parts have, is not run if it is given
+    no arguments: the report is then of each collective that torch has compiled in it so far, fused
+    or not, and why.
 
     Example:
         >>> print(weft.explain(lambda: weft.all_gather_matmul(x, w)))
         all_gather_matmul(8x8 @ 8x8, 2 ranks): host, predicted 71 us against 355 us for generic
     """
-    if receipts_of is not None and not args and not kwargs and hasattr(fn, _COMPILED):
+    if not args and not kwargs and compiled_parts(fn):
         explanation = Explanation()
-        explanation.result, explanation.receipts = None, receipts_of(fn)
+        explanation.result = None
+        explanation.receipts = receipts_of(fn) if receipts_of else NOTHING_COMPILED
         return explanation
     with explaining() as decisions:
         result = fn(*args, **kwargs)

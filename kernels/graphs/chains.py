@@ -84,12 +84,20 @@ def waited(collective: Node) -> Node | None:
     return users[0] if len(users) == 1 and is_call(users[0], c10d.wait_tensor.default) else None
 
 
-def forget_in_place(whole: Node, arrived: Node) -> None:
-    """A collective in place is traced as one that is not, and a copy to where its operand was."""
-    for user in list(whole.users):
-        if is_call(user, aten.copy.default) and user.args[:2] == (whole, arrived):
-            user.replace_all_uses_with(arrived)
-            user.graph.erase_node(user)
+def forget_in_place(arrived: Node) -> None:
+    """A collective into a given tensor is traced as one that makes its own, and a copy to there.
+
+    One into a list of tensors, as one that is split, and a copy of each part.
+    """
+    for user in list(arrived.users):
+        if is_call(user, *_SPLITS, operator.getitem, aten.slice.Tensor):
+            forget_in_place(user)
+        elif is_call(user, aten.copy.default) and user.args[1:] == (arrived,):
+            before, after = (each.meta["val"] for each in (arrived, user))
+            same = [(v.dtype, str(v.shape), str(v.stride())) for v in (before, after)]
+            if same[0] == same[1]:
+                user.replace_all_uses_with(arrived)
+                user.graph.erase_node(user)
 
 
 def gathered_along(whole: Node, parts: int) -> tuple[Node, int]:
@@ -102,10 +110,10 @@ def gathered_along(whole: Node, parts: int) -> tuple[Node, int]:
     users = list(whole.users)
     if len(users) == 1 and is_call(users[0], *_SPLITS):
         pieces = _pieces(users[0], 0, parts)
-        joined = _joined(pieces)
-        if joined is not None:
-            return joined, _dim_of(joined, 1)
-    return whole, 0
+    else:
+        pieces = users if _are_even(users, whole, 0, parts) else []
+    joined = _joined(pieces) if pieces else None
+    return (whole, 0) if joined is None else (joined, _dim_of(joined, 1))
 
 
 def scattered_along(source: Node, parts: int) -> tuple[Node, int]:
@@ -120,12 +128,19 @@ def scattered_along(source: Node, parts: int) -> tuple[Node, int]:
             return cut.all_input_nodes[0], dim
     elif isinstance(cut, Node) and all(is_call(piece, aten.slice.Tensor) for piece in pieces):
         dim = _dim_of(pieces[0], 1)
-        length = shape(cut)[dim]
-        ends = [length // parts * i for i in range(parts)] + [length]
-        even = [(cut, dim, *map(str, ends[i : i + 2])) for i in range(parts)]
-        if [_sliced(piece) for piece in pieces] == even and length % parts == 0 and dim > 0:
+        if _are_even(pieces, cut, dim, parts) and dim > 0:
             return cut, dim
     return source, 0
+
+
+def _are_even(pieces: Sequence[Node], of: Node, dim: int, parts: int) -> bool:
+    """Whether they are slices of equal length that make up `of`, in order."""
+    if not all(is_call(piece, aten.slice.Tensor) for piece in pieces):
+        return False
+    length = shape(of)[dim]
+    ends = [length // parts * i for i in range(parts)] + [length]
+    even = [(of, dim, *map(str, ends[i : i + 2])) for i in range(parts)]
+    return [_sliced(piece) for piece in pieces] == even and bool(length % parts == 0)
 
 
 def _sliced(piece: Node) -> tuple[Any, ...]:

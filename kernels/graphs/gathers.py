@@ -1,24 +1,35 @@
-"""Matmuls of what is gathered: what they become.
+"""Matmuls of what is gathered, or exchanged: what they become.
 
     all_gather -> mm, addmm, ..         all_gather_matmul, of all that take it as their rows
     all_gather -> x^T dy, ..            its gradient's contraction, of all that sum over its rows
+    all_to_all -> .. -> grouped mm      weft's all_to_all, before and after experts' matmuls
 
 Where the gathered tensor has other uses, `all_gather_matmul` returns it as well. Contractions are
 fused only where there are none: the other matmuls of a gathered tensor bring it anyway.
+
+Rows for experts are put in order after they came, by indices that are data. So they travel by
+themselves: on CPUs through shared memory; on GPUs they stay with the process group, whose exchange
+runs beside other kernels until it is waited for.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
+from weft import settings
+from weft.kernels.engine.local_matmul import on_cpu
 from weft.kernels.graphs.building import Builder, ancestors, erase
 from weft.kernels.graphs.chains import (
+    COLLECTIVES,
     aten,
+    c10d,
     cast_before,
+    forget_in_place,
     gathered_along,
     is_call,
     is_reshape,
@@ -31,6 +42,7 @@ from weft.kernels.graphs.chains import (
 from weft.kernels.graphs.sums import PRODUCTS, Outcome, counted, is_taken, operands
 
 _ops: Any = torch.ops.weft
+_GROUPED = (aten._grouped_mm.default, aten._scaled_grouped_mm.default)
 
 
 def fuse_gather(graph: Graph, node: Node) -> Outcome:
@@ -41,6 +53,7 @@ def fuse_gather(graph: Graph, node: Node) -> Outcome:
     arrived = waited(node)
     if arrived is None:
         return "", "its result is used before it is waited for", False
+    forget_in_place(arrived)
     cast_before(node)
     x = node.all_input_nodes[0]
     whole, dim = gathered_along(arrived, parts)
@@ -48,7 +61,7 @@ def fuse_gather(graph: Graph, node: Node) -> Outcome:
     for each in rows:  # it grows
         rows += [user for user in each.users if is_reshape(user)]
     matrices = [each for each in rows if keeps_columns(each, whole)]
-    products = [user for each in matrices for user in each.users if _takes(user, each)]
+    products = [user for each in matrices for user in each.users if _takes(user, each, node)]
     if not products and (count := _contract(graph, node, rows, dim)):
         return "all_gather_matmul_backward", counted(count, "contraction"), True
     if not products:
@@ -59,18 +72,21 @@ def fuse_gather(graph: Graph, node: Node) -> Outcome:
     if not x.meta["val"].is_floating_point():
         return "", f"of {x.meta['val'].dtype}", True
     order = {each: i for i, each in enumerate(graph.nodes)}
-    products = _together([p for p in products if _dtype(p) == _dtype(products[0])], order)
+    own = _own_scales(products[0], node)
+    alike = [p for p in products if (_dtype(p), _own_scales(p, node)) == (_dtype(products[0]), own)]
+    products = _together(alike, order)
     others = {user for each in rows for user in each.users} - {*products, *rows}
     early = [*others, *whole.users] if others else []
     at = Builder(graph, min([*products, *early], key=order.__getitem__))
     weights = [operands(product)[1] for product in products]
-    scales = [scale for product in products if _is_scaled(product) for scale in product.args[2:4]]
+    scaled = [product for product in products if _is_scaled(product)]
+    scales = [scale for product in scaled for scale in (own or product.args[2], product.args[3])]
     biases = [product.args[0] if _is_addmm(product) else None for product in products]
     if not at.can_hoist([*weights, *biases, *scales]):
         return "", "what multiplies it is gathered later", True
     weights = [at.matrix(each) for each in at.hoisted(weights)]
     biases = at.hoisted(biases)
-    value, scaling = x.meta["val"], _scaling(at, at.hoisted(scales), products[0])
+    value, scaling = x.meta["val"], _scaling(at, at.hoisted(scales), products[0], own)
     # The op takes an empty one in the place of none; packages of AOTInductor lose empty lists.
     none = at.call(aten.empty.memory_format, [0], dtype=value.dtype, device=value.device)
     given = [none if bias is None else bias for bias in biases]
@@ -95,6 +111,37 @@ def fuse_gather(graph: Graph, node: Node) -> Outcome:
         erase(graph, product)
     erase(graph, whole)
     return "all_gather_matmul", counted(len(products), "matmul"), True
+
+
+def fuse_exchange(graph: Graph, node: Node) -> Outcome:
+    """An all_to_all whose rows experts multiply, or have multiplied."""
+    x, receives, sends, group = node.args
+    assert isinstance(x, Node)
+    takes, makes = _reaches(node, lambda n: n.users), _reaches(x, lambda n: n.all_input_nodes)
+    if not takes and not makes:
+        return "", "no matmul makes or takes what it moves", False
+    if not on_cpu(x.meta["val"]) and settings.current_engine() == "auto":
+        return "", "rows for experts: on GPUs the process group moves them", False
+    waits = [user for user in node.users if is_call(user, c10d.wait_tensor.default)]
+    at = Builder(graph, node)
+    made = at.call(_ops.all_to_all.default, x, receives, sends, group)
+    for each in (*waits, node):
+        each.replace_all_uses_with(made)
+        graph.erase_node(each)
+    return "all_to_all", "rows of matmuls, through shared memory", True
+
+
+def _reaches(node: Node, further: Callable[[Node], Iterable[Node]]) -> bool:
+    """Whether there is a matmul on the way, before the next collectives."""
+    seen, left = {node}, [node]
+    while left:
+        each = left.pop()
+        if is_call(each, *PRODUCTS, *_GROUPED):
+            return True
+        if each is node or not is_call(each, *COLLECTIVES):
+            left += [n for n in further(each) if n not in seen]
+            seen.update(left)
+    return False
 
 
 def _ask_shard(gather: Node, x: Node, parts: int) -> None:
@@ -172,10 +219,25 @@ def _is_addmm(node: Node) -> bool:
     return is_call(node, aten.addmm.default)
 
 
-def _scaling(at: Builder, scales: list[Node], product: Node) -> list[Any]:
+def _own_scales(product: Node, gather: Node) -> Node | None:
+    """This rank's scales of its rows, where they are gathered as the rows are by `gather`."""
+    arrived: Any = product.args[2] if _is_scaled(product) else None
+    if not is_call(arrived, c10d.wait_tensor.default):
+        return None
+    found, (x, *over) = arrived.args[0], gather.args
+    if not is_call(found, gather.target) or [*found.args[1:]] != over:
+        return None
+    own: Node = found.args[0]
+    rows = [*map(str, shape(x))][:-1]  # type: ignore[arg-type]
+    return own if [*map(str, shape(own))] == [*rows, "1"] and len(rows) == 1 else None
+
+
+def _scaling(at: Builder, scales: list[Node], product: Node, own: Node | None) -> list[Any]:
     """scale_a, scale_b and out_dtype. A scale of this rank's for the rows of all goes with w."""
     if not scales:
         return []
+    if own is not None:
+        return [own, scales[1::2], product.meta["val"].dtype]
     one = at.call(
         aten.full.default, [1], 1.0, dtype=torch.float32, device=scales[0].meta["val"].device
     )
@@ -193,14 +255,15 @@ def _is_scaled(node: Node) -> bool:
     return is_call(node, aten._scaled_mm.default)
 
 
-def _takes(product: Node, rows: Node) -> bool:
+def _takes(product: Node, rows: Node, gather: Node) -> bool:
     """Whether it multiplies `rows` from the right, with no more than a bias of its columns."""
     if is_call(product, aten.mm.default):
         return product.args[0] is rows and product.args[1] is not rows
     if _is_scaled(product):
         scale: Any = product.args[2]
-        one = scale.meta["val"].numel() == 1  # of rows, they would have to be gathered
-        return product.args[0] is rows and product.args[1] is not rows and one and is_taken(product)
+        known = scale.meta["val"].numel() == 1 or _own_scales(product, gather) is not None
+        is_product = product.args[0] is rows and product.args[1] is not rows
+        return is_product and known and is_taken(product)
     if is_call(product, aten.bmm.default):  # of one matrix, as torch.einsum makes it
         return product.args[0] is rows and shape(rows)[0] == 1
     if not _is_addmm(product) or product.args[1] is not rows or product.kwargs:

@@ -8,6 +8,8 @@
 The left is what torch's loss_parallel and Megatron-like code come to. As weft's own loss does,
 each rank sums by its own largest logit, so that all numbers can travel together. The softmax
 is scaled by the difference instead of being exponentiated again; the gradient moves nothing.
+
+Logits in half precision are exchanged, and summed, in fp32: each of these is rounded once.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from weft.kernels.graphs.chains import (
     c10d,
     forget_in_place,
     is_call,
+    is_cast,
     is_reshape,
     shape,
     waited,
@@ -67,12 +70,12 @@ def fuse_loss(graph: Graph) -> list[Receipt]:
 def _exchange(graph: Graph, largest: Node) -> list[Receipt]:
     """One whose largest logits these are; nothing if it is something else."""
     x, group = _maximized(largest.all_input_nodes[0]), largest.args[2]
-    if x is None or x.meta["val"].dtype not in (torch.float32, torch.float64):
+    if x is None or not x.meta["val"].is_floating_point():
         return []
     for node in graph.nodes:
         if _reduces(node, "sum") and node.args[2] == group:
-            forget_in_place(node.all_input_nodes[0], _arrived(node))
-    forget_in_place(largest.all_input_nodes[0], _arrived(largest))
+            forget_in_place(_arrived(node))
+    forget_in_place(_arrived(largest))
     shifted = [user for user in _users(_arrived(largest)) if _subtracts(user, x)]
     found = [
         (e, total)
@@ -111,9 +114,11 @@ def _exchange(graph: Graph, largest: Node) -> list[Receipt]:
 
 def _made(at: Builder, x: Node, largest: Node, picks: list[_Pick]) -> list[Node]:
     """M, S, and what is at the targets, each (*rows, 1), and exp(x - M)."""
-    dtype, group = x.meta["val"].dtype, largest.args[2]
+    dtype, group = _wide(x), largest.args[2]
     column = [*at.sizes(x)[:-1], 1]
     own = at.call(aten.reshape.default, largest.all_input_nodes[0], column)
+    if x.meta["val"].dtype != dtype:
+        x, own = (at.call(torch.ops.prims.convert_element_type.default, n, dtype) for n in (x, own))
     # A rank all of whose logits are -inf adds nothing.
     least, device = torch.finfo(dtype).min, x.meta["val"].device
     bottom = at.call(aten.full.default, [], least, dtype=dtype, device=device)
@@ -144,6 +149,11 @@ def _made(at: Builder, x: Node, largest: Node, picks: list[_Pick]) -> list[Node]
         values.append(at.call(aten.sub.Tensor, logit, below))
     factor = at.call(aten.exp.default, at.call(aten.sub.Tensor, safe, M))
     return [*values, at.call(aten.mul.Tensor, e, factor)]
+
+
+def _wide(x: Node) -> torch.dtype:
+    """In which numbers of x are exchanged."""
+    return torch.float64 if x.meta["val"].dtype == torch.float64 else torch.float32
 
 
 def _reduces(node: Any, op: str) -> bool:
@@ -221,7 +231,7 @@ def _pick(total: Node, shifted: list[Node], sums: Node) -> _Pick | None:
             if len(indices) != 1 or len(node.args) > 3 or not _is_zero(node.args[2]):
                 return None
             masks.append((indices[0], True))
-        elif not is_reshape(node) and not is_call(node, *_SELECTIONS):
+        elif not is_reshape(node) and not is_cast(node) and not is_call(node, *_SELECTIONS):
             return None
         if not isinstance(below, Node):
             return None
@@ -267,10 +277,16 @@ def _is_zero(node: Any) -> bool:
 
 
 def _selected(at: Builder, pick: _Pick, x: Node) -> Node:
-    """The same selection of `x` itself."""
+    """The same selection of `x` itself, in its dtype."""
     made = {pick.source: x}
     for step in pick.steps:
+        if is_cast(step):
+            made[step] = made[step.all_input_nodes[0]]
+            continue
         args, kwargs = torch.fx.map_arg((step.args, step.kwargs), lambda n: made.get(n, n))
+        if is_call(step, aten.index_put.default):
+            zero = at.call(torch.ops.prims.convert_element_type.default, args[2], _wide(x))
+            args = (*args[:2], zero)
         target: Any = step.target
         made[step] = at.call(target, *args, **kwargs)
     return made[pick.steps[-1]]

@@ -43,7 +43,13 @@ class Receipt:
 
 
 class Receipts(tuple[Receipt, ...]):
-    """Those of one graph, in its order. Prints as a line each, and a count."""
+    """Those of one graph, in its order. Prints as a line each, and a count.
+
+    Attributes:
+        of_graphs: whether there was any graph that they could be of.
+    """
+
+    of_graphs = True
 
     @property
     def fused(self) -> int:
@@ -51,6 +57,8 @@ class Receipts(tuple[Receipt, ...]):
         return sum(bool(each.fused) for each in self)
 
     def __str__(self) -> str:
+        if not self.of_graphs:
+            return settings.NOTHING_COMPILED
         count = f"{self.fused} of {len(self)} collectives fused"
         return "\n".join([*map(str, self), count])
 
@@ -116,11 +124,16 @@ def receipts_of(compiled: Any) -> Receipts:
     """What became of the collectives of all graphs that torch has made of `compiled` so far.
 
     Args:
-        compiled: what torch.compile(.., backend="weft") has returned, after it has run.
+        compiled: what torch.compile(.., backend="weft") has returned, or a module with parts that
+            have been compiled in place, after it has run.
     """
     # torch compiles what is called first: a decorator of a forward, where there is one.
-    found = next((_kept[code] for code in reversed(_codes_of(compiled)) if code in _kept), [])
-    return Receipts(each for receipts in found for each in receipts)
+    parts = settings.compiled_parts(compiled) or [compiled]
+    codes = (next((c for c in reversed(_codes_of(p)) if c in _kept), None) for p in parts)
+    found = [receipts for code in dict.fromkeys(codes) if code for receipts in _kept[code]]
+    made = Receipts(each for receipts in found for each in receipts)
+    made.of_graphs = bool(found)
+    return made
 
 
 settings.receipts_of = receipts_of

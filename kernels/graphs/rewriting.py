@@ -6,6 +6,7 @@
     several of these sums that are only added up                   in `merging`
     all_gather -> SDPA, and its gradient -> reduce_scatter         in `attention`
     the three all_reduces of a cross-entropy                       in `losses`
+    all_to_all -> .. -> grouped mm -> .. -> all_to_all             in `gathers`
 
 It works on graphs of aten ops after autograd, forward and backward alike: the gradient of a matmul
 whose result was scattered is a matmul of what is gathered, and stands in the graph as one. What the
@@ -25,7 +26,7 @@ from torch.fx import Graph, Node
 from weft.errors import WeftError
 from weft.kernels.graphs.attention import fuse_attention
 from weft.kernels.graphs.chains import c10d, once
-from weft.kernels.graphs.gathers import fuse_gather
+from weft.kernels.graphs.gathers import fuse_exchange, fuse_gather
 from weft.kernels.graphs.losses import fuse_loss
 from weft.kernels.graphs.merging import merge_sums
 from weft.kernels.graphs.receipts import Receipt, Receipts, collective_of, receipt_of
@@ -55,11 +56,16 @@ def rewrite(graph: Graph, *, strict: bool = False, joint: bool = False) -> Recei
         return Receipts(found)
     found += fuse_loss(graph)
     gathered, summed = once(graph), merge_sums(graph)
-    for node in list(graph.nodes):
-        if node._erased or not (name := collective_of(node)):
-            continue
-        receipt, handler = receipt_of(node, "", "no op takes it"), _HANDLERS.get(node.target)
-        fused, why, beside = handler(graph, node) if handler else ("", receipt.why, False)
+    receipts = {n: receipt_of(n, "", "no op takes it") for n in graph.nodes if collective_of(n)}
+    outcomes: dict[Node, Outcome] = {}
+    for node, receipt in receipts.items():
+        if not node._erased:
+            handler = _HANDLERS.get(node.target)
+            outcomes[node] = handler(graph, node) if handler else ("", receipt.why, False)
+    for node, receipt in receipts.items():
+        name, (fused, why, beside) = receipt.collective, outcomes.get(node, ("", "", True))
+        if not fused and node._erased:
+            fused, why = "all_gather_matmul", "the scales of its rows"
         if not fused and node in beside_attention:
             why, beside = beside_attention[node], True
         receipt = replace(receipt, fused=fused, why=why)
@@ -86,4 +92,5 @@ _HANDLERS: dict[Any, Callable[[Graph, Node], Outcome]] = {
     c10d.all_gather_into_tensor.default: fuse_gather,
     c10d.reduce_scatter_tensor.default: fuse_scatter,
     c10d.all_reduce.default: reduce,
+    c10d.all_to_all_single.default: fuse_exchange,
 }

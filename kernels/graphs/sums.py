@@ -77,7 +77,7 @@ def reduce(graph: Graph, node: Node) -> Outcome:
     assert isinstance(given, Node) and isinstance(op, str) and isinstance(group, str)
     arrived = waited(node)
     if arrived is not None:
-        forget_in_place(given, arrived)
+        forget_in_place(arrived)
         if normalize_sum(graph, node, arrived):
             return "all_reduce_residual_rms_norm", "the norm of its sum", True
     whole, factors = _unscaled(given)

@@ -259,6 +259,71 @@ def test_code_with_collectives_of_its_own(ranks: Any) -> None:
         assert all("test_compile_pass.py" in line for line in lines)
 
 
+def joined(x: torch.Tensor) -> torch.Tensor:
+    result = torch.empty(x.shape[0] * dist.get_world_size(), *x.shape[1:])
+    dist.all_gather_into_tensor(result, x.contiguous())
+    return result
+
+
+def added(x: torch.Tensor) -> torch.Tensor:
+    result = torch.empty(x.shape[0] // dist.get_world_size(), *x.shape[1:])
+    dist.reduce_scatter_tensor(result, x.contiguous())
+    return result
+
+
+class GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return joined(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return added(grad)
+
+
+class ScatterRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return added(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return joined(grad)
+
+
+class IntoGiven(Megatron):
+    """Sequence first, collectives into tensors that are there."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = functional.gelu(self.up(GatherRows.apply(x)))
+        result: torch.Tensor = ScatterRows.apply(self.down(y))
+        return result
+
+
+def into_given() -> list[Any]:
+    graphs: list[Receipts] = []
+    torch.manual_seed(0)
+    rows = torch.randn(3, B, H, generator=torch.Generator().manual_seed(dist.get_rank()))
+    held(IntoGiven(), rows, by_pass(True, graphs))
+    up = torch.randn(H, F)
+
+    def of_list(x: torch.Tensor) -> torch.Tensor:
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x)
+        return torch.cat(parts, 1) @ up
+
+    torch._dynamo.reset()
+    made = torch.compile(of_list, backend=by_pass(True, graphs), fullgraph=True)(rows)
+    torch.testing.assert_close(made, of_list(rows), rtol=2e-5, atol=2e-5)
+    return [[r.fused for r in receipts] for receipts in graphs]
+
+
+def test_collectives_into_given_tensors(ranks: Any) -> None:
+    for found in ranks(2, into_given):
+        both = ["all_gather_matmul", "matmul_reduce_scatter"]
+        assert found == [both, both, ["all_gather_matmul"]]
+
+
 def batches() -> list[Any]:
     """Shards of the sequence of batches of several sizes, in one graph and in their own."""
     torch.manual_seed(0)
@@ -349,7 +414,10 @@ def test_casts_batches_of_one_and_sums_of_matmuls(ranks: Any) -> None:
             [("all_gather_matmul_backward", "2 matmuls")],
             [(SUM, "2 matmuls"), (SUM, "added up before, and moved once")],
             [REDUCE[1:]] * 2,
-            [("", "no op takes it"), ("", "no matmul makes what it adds up")],
+            [
+                ("all_to_all", "rows of matmuls, through shared memory"),
+                ("", "no matmul makes what it adds up"),
+            ],
         ]
 
 
@@ -515,3 +583,20 @@ def test_receipts_of_what_is_decorated() -> None:
     told = Receipts([Receipt("all_reduce", ("2",), "", "no matmul makes what it adds up")])
     keep_receipts(decorated.__code__, told)
     assert receipts_of(decorated) == told and receipts_of(forward) == ()
+
+
+def test_what_has_not_been_compiled_is_told_so() -> None:
+    class Part(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    model = nn.Sequential(Part(), Part())
+    before = "call it first"
+    assert before in str(weft.explain(torch.compile(model, backend="eager")))
+    for part in model:
+        part.compile(backend="eager")
+    assert before in str(weft.explain(model)) and "0 of 0" not in str(weft.explain(model))
+    # Regions of one class share their code: each graph is told of once.
+    told = Receipts([Receipt("all_reduce", ("2",), "", "no matmul makes what it adds up")])
+    keep_receipts(Part.forward.__code__, told)
+    assert str(weft.explain(model)) == str(told)

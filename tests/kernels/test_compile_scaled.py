@@ -36,6 +36,12 @@ def scaled() -> list[Any]:
     def gathered(x: torch.Tensor) -> torch.Tensor:
         return product(all_gather_tensor(x, 0, world()), one, one)
 
+    def gathered_with_scales(x: torch.Tensor) -> torch.Tensor:
+        scales = all_gather_tensor(rows * (rank + 1), 0, world())
+        x = all_gather_tensor(x, 0, world())
+        result: torch.Tensor = torch._scaled_mm(x, w, scales, columns, out_dtype=torch.bfloat16)
+        return result
+
     def scattered(x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = reduce_scatter_tensor(product(x, rows, columns), "sum", 0, world())
         return result
@@ -50,11 +56,13 @@ def scaled() -> list[Any]:
     total = torch.stack([plain(i, i) for i in range(parts)]).sum(0) * rows * columns
     wanted = [
         torch.cat([plain(i, rank) for i in range(parts)]) * one * one,
+        torch.cat([plain(i, rank) * rows * (i + 1) / (rank + 1) for i in range(parts)]) * columns,
         total.chunk(parts)[rank],
         total.view(2, 8, 48),
     ]
     found = []
-    for call, exact in zip((gathered, scattered, summed), wanted, strict=True):
+    calls = gathered, gathered_with_scales, scattered, summed
+    for call, exact in zip(calls, wanted, strict=True):
         graphs: list[Receipts] = []
         torch._dynamo.reset()
         made = torch.compile(call, backend=by_pass(True, graphs), fullgraph=True)(x)
@@ -73,4 +81,5 @@ def scaled() -> list[Any]:
 
 def test_scaled_products_of_fp8(ranks: Any) -> None:
     for found in ranks(2, scaled):
-        assert found == ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
+        gathers = ["all_gather_matmul"] * 3
+        assert found == [*gathers, "matmul_reduce_scatter", "matmul_all_reduce"]
