@@ -64,7 +64,7 @@ def counted(layout: str) -> Iterator[list[int]]:
 
 def held(shape: Sequence[int], sizes: Sequence[int], at: Sequence[int], ends: Any) -> torch.Tensor:
     """The numbers of the elements that a rank has."""
-    ids = torch.arange(math.prod(shape)).view(*shape)
+    ids = torch.arange(math.prod(shape)).view(tuple(shape))
     for size, i, placement in zip(sizes, at, ends, strict=True):
         if isinstance(placement, Shard):
             parts = [*ids.chunk(size, placement.dim)]
