@@ -6,10 +6,12 @@ against the least that any program could send, worked out element by element.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import random
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -233,6 +235,28 @@ def kinds_body(layout: str) -> None:
 
 def test_kinds_of_tensors(ranks: Any) -> None:
     ranks(4, kinds_body, "AABB")
+
+
+def again_body() -> None:
+    """A mesh that is made again has groups of its own. Nothing of one before may be met, on some
+    ranks and not on others, until garbage is collected.
+    """
+    gc.disable()
+    try:
+        with on_hosts("AABB"):
+            mesh = init_device_mesh("cpu", (2, 2))
+            x = DTensor.from_local(torch.ones(2, 3), mesh, [S(0), R], run_check=False)
+            told = weft.explain(x.redistribute, placements=[R, R])
+            assert [each.engine for each in told] == ["hosts"]
+            kept = weakref.ref(x._layout)
+            del x, told
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+def test_nothing_of_a_mesh_is_left(ranks: Any) -> None:
+    ranks(4, again_body)
 
 
 def apart_body() -> None:
