@@ -350,7 +350,7 @@ def barrier(group: GroupLike = None) -> None:
         return
     group = resolve(group)
     check_all()
-    if group.why:
+    if group.unreached(torch.device("cpu")):
         with group.calls.noting(call_of("barrier", ())):
             by_group(dist.barrier, group, moves_gpu_tensors(group.pg))
     elif group.world_size > 1:

@@ -201,6 +201,7 @@ def _name_for(group: Group, device: torch.device) -> str:
         group.world_size,
         dist.get_backend(group.pg),
         group.why,
+        group.apart,
         group.hosts,
         group.nodes,
         sorted(Machine.__dataclass_fields__),

@@ -66,6 +66,8 @@ def naming(group: Group, op: str) -> Iterator[None]:
     try:
         yield
     except PeerTimeout as error:
+        if isinstance(error.__cause__, RuntimeError):
+            raise  # of a wait for the process group of all, which has named them
         absent = sorted(here(group)[peer] for peer in error.absent)
         Presence.now(group).give_up(absent)
         known = op, error.generation, error.timeout_s, error.history, absent

@@ -313,7 +313,9 @@ def _all_to_all_into(
     # not wait for that: shares that it does not know are left to the process group.
     engine, table = settings.current_engine(), [sends]
     unknown = explicit and (
-        bool(group.why) or engine == "generic" or (group.on_gpus(x.device) and engine == "auto")
+        bool(group.unreached(x.device))
+        or engine == "generic"
+        or (group.on_gpus(x.device) and engine == "auto")
     )
     if explicit and not unknown:
         table = _split_table(group, call, sends, receives)
@@ -492,8 +494,8 @@ def _way(op: Moved, group: Group, x: torch.Tensor, nbytes: int, call: Call) -> W
     if hosts.offered(op, group, x.device):
         whole = nbytes * group.world_size if op in ("all_gather", "reduce_scatter") else nbytes
         way, why = between_hosts.choice(op, group, x.device, whole)
-    elif group.why:
-        way, why = "generic", group.why
+    elif unreached := group.unreached(x.device):
+        way, why = "generic", unreached
     elif engine == "generic":
         way, why = "generic", "asked for"
     elif engine == "triton" or (group.on_gpus(x.device) and engine == "auto"):
@@ -503,7 +505,9 @@ def _way(op: Moved, group: Group, x: torch.Tensor, nbytes: int, call: Call) -> W
     if settings.tracing():
         shapes = f"{'x'.join(map(str, x.shape))}, {group.world_size} ranks"
         settings.record(op, way, why, shapes)
-    if way == "generic" and not (group.why or group.virtual or group.on_gpus(x.device)):
+    if way == "generic" and not (
+        group.unreached(x.device) or group.virtual or group.on_gpus(x.device)
+    ):
         agree(group, op, 0, call=call)
     if way == "generic" and group.on_gpus(x.device):
         group.calls.check()

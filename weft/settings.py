@@ -11,6 +11,8 @@ Environment variables, read when they are used; an empty one counts as not set:
     WEFT_CACHE_DIR   the one folder of what is measured on this machine (~/.cache/weft)
     WEFT_TUNED       folder of the tables of tuned launches and of rates (weft/kernels/tuned)
     WEFT_FLIGHT_DIR  folder of every process's last calls, and of stacks on SIGUSR1 (in memory)
+    WEFT_NVLINK      NVLink domain of this rank's GPU, of whose machines symmetric memory makes one
+                     host; 0: none (what the driver tells)
     WEFT_LOG         compile: log, as INFO of the logger weft.compile, what the pass has fused ()
 """
 
@@ -75,6 +77,7 @@ VARIABLES = (
     "WEFT_CACHE_DIR",
     "WEFT_TUNED",
     "WEFT_FLIGHT_DIR",
+    "WEFT_NVLINK",
     "WEFT_LOG",
 )
 
@@ -139,6 +142,11 @@ def check_calls() -> bool:
 def direct_reads() -> bool:
     """Whether CPU ranks read large tensors straight from each other's memory, where they may."""
     return _flag("WEFT_DIRECT", "1")
+
+
+def nvlink_domain() -> str:
+    """The name given to this rank's NVLink domain, or "0" for none; empty: ask the driver."""
+    return _variable("WEFT_NVLINK", "")
 
 
 def multimem() -> bool:

@@ -67,8 +67,12 @@ def _mine(kind: str) -> dict[str, str]:
     """What is compared, of this rank."""
     import torch
 
+    from weft.collectives.ranks.peer_access import nvlink_domain
+
     chip = torch.cuda.get_device_name() if kind == "cuda" else cpu_name()
-    mine = {"python": platform.python_version(), "processor": f"{chip}, {cores()} cores"}
+    domain = nvlink_domain()
+    mine = {"NVLink domain": domain} if domain else {}
+    mine |= {"python": platform.python_version(), "processor": f"{chip}, {cores()} cores"}
     mine |= {name: versions.installed(name) or "none" for name in ("weft", *versions.OLDEST)}
     named = [name for name in os.environ if name.startswith(_COMPARED)]
     return mine | {name: os.environ[name] for name in named if not name.startswith(_OWN)}
@@ -103,6 +107,9 @@ def _hosts(group: Any, device: Any, told: Sequence[Mapping[str, str]]) -> list[F
     """Which ranks each host has, and what they receive from those of another."""
     from weft.collectives import cost
 
+    if group.apart:
+        spanned = f"one, an NVLink domain of {', '.join(group.nodes)}: {told[0]['processor']}"
+        return [Finding("ok", "host", spanned)]
     if not group.hosts:
         return [Finding("ok", "host", f"one, {platform.node()}: {told[0]['processor']}")]
     rates = cost.machine(group, device)

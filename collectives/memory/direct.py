@@ -60,7 +60,7 @@ def reaches(group: Group) -> bool:
 
     WEFT_DIRECT=0 in the environment of any rank says no.
     """
-    if group.why or group.world_size == 1:
+    if group.unreached(torch.device("cpu")) or group.world_size == 1:
         return False
     if group.virtual is not None:
         return settings.direct_reads()

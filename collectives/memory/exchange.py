@@ -405,7 +405,7 @@ def agree(
 
 
 def _agreed(group: Group, op: str, value: int, call: Call) -> list[int]:
-    if group.why:
+    if group.unreached(_CPU):
         group.calls.runs(GENERIC)
         with unwatched(group):
             values, hashes = zip(*gather_words(group, op, [value, call.hash]), strict=True)

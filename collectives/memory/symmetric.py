@@ -89,9 +89,9 @@ class SymmetricBuffer:
                 f"kernels run on the current GPU, number {torch.cuda.current_device()}, and the "
                 f"tensors are on {device}: call torch.cuda.set_device({device.index}) first"
             )
-        if group.why:
+        if why := group.unreached(device):
             raise NotImplementedError(
-                f"symmetric memory does not reach all of {group}: {group.why}. Collectives and "
+                f"symmetric memory does not reach all of {group}: {why}. Collectives and "
                 f"fused ops use the process group instead."
             )
         if group.world_size > 1:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from weft import settings
 from weft.collectives.ranks import flight, waits
 from weft.collectives.ranks.bounds import store_of
-from weft.collectives.ranks.peer_access import why_gpus_do_not_reach
+from weft.collectives.ranks.peer_access import nvlink_domain, why_gpus_do_not_reach
 from weft.collectives.ranks.set_up import gather_by_group, gather_by_store
 from weft.errors import MismatchError
 
@@ -46,6 +46,7 @@ class Process:
     Attributes:
         calls_fd: its file descriptor of the ring of its last calls: see `flight`.
         node: the host's name, as people know it.
+        domain: the NVLink domain of its GPU: see `peer_access`.
     """
 
     host: str
@@ -53,6 +54,7 @@ class Process:
     start_time: str
     calls_fd: int
     node: str = ""
+    domain: str = ""
 
     @staticmethod
     def here() -> Process:
@@ -60,7 +62,12 @@ class Process:
         # Two containers on one host cannot open each other's /proc entries: they are two hosts.
         host = f"{boot} {os.readlink('/proc/self/ns/pid')}"
         return Process(
-            host, os.getpid(), _stat("self")[1], flight.recorder().fd, os.uname().nodename
+            host,
+            os.getpid(),
+            _stat("self")[1],
+            flight.recorder().fd,
+            os.uname().nodename,
+            nvlink_domain(),
         )
 
     def alive(self) -> bool:
@@ -133,7 +140,9 @@ class Group:
         calls: notes the calls of this rank, and reads those of all.
         hosts: the ranks of each of several hosts, by their numbers in the group; empty if all are
             on one.
-        nodes: the names of these hosts.
+        nodes: the names of these hosts, or of the machines of one.
+        apart: its ranks are on several machines that count as one host, as one NVLink domain spans
+            them: their GPUs share memory, nothing else does, and `processes` are empty.
     """
 
     pg: Any
@@ -146,6 +155,13 @@ class Group:
     calls: flight.Calls = field(default_factory=flight.Calls)
     hosts: tuple[tuple[int, ...], ...] = ()
     nodes: tuple[str, ...] = ()
+    apart: bool = False
+
+    def unreached(self, device: torch.device) -> str:
+        """Why symmetric memory on `device` does not reach all ranks; empty where it does."""
+        if self.apart and not self.on_gpus(device):
+            return "its ranks are on several machines, whose GPUs alone share memory"
+        return self.why
 
     @property
     def backend(self) -> Literal["posix", "cuda", "virtual"] | None:
@@ -417,9 +433,12 @@ def _describe(pg: dist.ProcessGroup) -> Group:
     _described[pg.group_name] += 1
     first = processes[0]  # no other run, whose calls may be kept in the same folder, begins with it
     name = f"{ranks} {pg.group_name} {_described[pg.group_name]} {first.pid} {first.start_time}"
-    several = len({process.host for process in processes}) > 1
+    on_gpus = moves_gpu_tensors(pg)
+    hosts = hosts_of(processes, join=on_gpus)
+    machines = hosts_of(processes, join=False)
+    several, apart = len(hosts) > 1, len(hosts) == 1 < len(machines)
     readers: dict[int, flight.Reader] = {}
-    for peer, process in enumerate(() if several else processes):
+    for peer, process in enumerate(() if several or apart else processes):
         if reader := flight.Reader.of(process.pid, process.calls_fd):
             readers[peer] = reader
             waits.know(process, reader)
@@ -428,15 +447,26 @@ def _describe(pg: dist.ProcessGroup) -> Group:
     own.joined(calls.group, ranks, rank)
     if several:
         why = "its ranks are on several hosts (or in containers that do not share processes)"
-        on: dict[str, list[int]] = {}
-        for peer, process in enumerate(processes):
-            on.setdefault(process.host, []).append(peer)
-        hosts = tuple(map(tuple, on.values()))
-        nodes = tuple(processes[ranks[0]].node for ranks in hosts)
+        names = [dict.fromkeys(processes[peer].node for peer in each) for each in hosts]
+        nodes = tuple(" + ".join(each) for each in names)
         return Group(pg, rank, world_size, ranks, (), why, calls=calls, hosts=hosts, nodes=nodes)
-    if moves_gpu_tensors(pg) and (why := why_gpus_do_not_reach(unknown_yet)):
+    if apart:  # within an NVLink domain there is nothing but NVLink
+        nodes = tuple(processes[each[0]].node for each in machines)
+        return Group(pg, rank, world_size, ranks, (), calls=calls, nodes=nodes, apart=True)
+    if on_gpus and (why := why_gpus_do_not_reach(unknown_yet)):
         return Group(pg, rank, world_size, ranks, (), why, calls=calls)
     return Group(pg, rank, world_size, ranks, tuple(processes), calls=calls)
+
+
+def hosts_of(processes: Sequence[Process], *, join: bool) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each host, which share memory; with `join`, machines that an NVLink domain spans
+    are one.
+    """
+    on: dict[str, list[int]] = {}
+    for rank, process in enumerate(processes):
+        name = f"domain {process.domain}" if join and process.domain else process.host
+        on.setdefault(name, []).append(rank)
+    return tuple(map(tuple, on.values()))
 
 
 def _check_settings(told: Sequence[Mapping[str, str]]) -> None:

@@ -4,6 +4,9 @@ Loads and stores go over NVLink and over PCIe alike. Triton before 3.9 spells th
 signal as an atomic exchange, though, and PCIe carries no atomics between most GPUs: there such a
 Triton leaves calls to the process group. The driver knows, of GPUs that this process sees; of
 others NVML, which not every container has.
+
+An NVLink domain may span machines, as in a GB200 NVL72: its GPUs reach each other's memory by
+fabric handles, which torch's symmetric memory then exchanges (built with CUDA 12.4 or newer).
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from contextlib import contextmanager
 from typing import Protocol
 
 import torch
+
+from weft import settings
 
 _ATOMICS = 3  # NVML_P2P_CAPS_INDEX_ATOMICS; CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED, too
 _logger = logging.getLogger("weft")
@@ -109,6 +114,52 @@ def native_atomics(own: str, peer: str) -> bool | None:
         if nvml.nvmlDeviceGetP2PStatus(*handles, _ATOMICS, ctypes.byref(status)):
             return None
         return status.value == 0
+
+
+class _FabricInfo(ctypes.Structure):
+    """NVML's nvmlGpuFabricInfo_t."""
+
+    _fields_ = (
+        ("cluster", ctypes.c_ubyte * 16),
+        ("status", ctypes.c_int),
+        ("clique", ctypes.c_uint),
+        ("state", ctypes.c_ubyte),
+    )
+
+
+_REGISTERED = 3  # NVML_GPU_FABRIC_STATE_COMPLETED
+
+
+def nvlink_domain() -> str:
+    """The domain in which this rank's GPU reaches others by fabric handles; empty without one.
+
+    WEFT_NVLINK says it for those who know better.
+    """
+    if given := settings.nvlink_domain():
+        return "" if given == "0" else given
+    if not torch.cuda.is_available() or not _exchanges_fabric_handles(torch.version.cuda):
+        return ""
+    with _nvml() as nvml:
+        handle = ctypes.c_void_p()
+        name = f"GPU-{_uuid(torch.cuda.current_device()).removeprefix('GPU-')}".encode()
+        if nvml is None or nvml.nvmlDeviceGetHandleByUUID(name, ctypes.byref(handle)):
+            return ""
+        return _domain_of(nvml, handle)
+
+
+def _exchanges_fabric_handles(cuda: str | None) -> bool:
+    return cuda is not None and tuple(map(int, cuda.split(".")[:2])) >= (12, 4)
+
+
+def _domain_of(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> str:
+    info = _FabricInfo()
+    if not hasattr(nvml, "nvmlDeviceGetGpuFabricInfo"):  # a driver before 525
+        return ""
+    if nvml.nvmlDeviceGetGpuFabricInfo(handle, ctypes.byref(info)):
+        return ""
+    cluster = bytes(info.cluster)
+    ready = info.state == _REGISTERED and info.status == 0 and any(cluster)
+    return f"{cluster.hex()}.{info.clique}" if ready else ""
 
 
 @contextmanager

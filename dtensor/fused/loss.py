@@ -66,7 +66,7 @@ def cross_entropy(
     tell_choice("cross_entropy", plan.considered, plan.way, x, rows)
     if plan.moves is not None and not (plan.way and plan.way.name == IN_STEPS):
         input, target = (
-            t if m is None else _placed(t, m)
+            t if m is None else _laid_out(t, m)
             for t, m in zip((input, target), plan.moves, strict=True)
         )
     if plan.way is None and plan.moves is not None:
@@ -104,6 +104,6 @@ def cross_entropy(
     return as_global(loss.to(dtype), contiguous_layout(x.mesh, lay.rows, (), dtype).replicated())
 
 
-def _placed(tensor: DTensor, target: Layout) -> DTensor:
+def _laid_out(tensor: DTensor, target: Layout) -> DTensor:
     check_explicit(lambda: "cross_entropy", tensor._layout, target)
     return redistributed(tensor, target)

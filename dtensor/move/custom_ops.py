@@ -43,7 +43,9 @@ def tell_lengths(group: Group) -> bool:
     """Whether ranks exchange the lengths of shards: 3 us through memory, a small collective between
     hosts, which would keep those of GPUs from running ahead.
     """
-    return not group.why or (bool(group.hosts) and not moves_gpu_tensors(group.pg))
+    return not group.unreached(torch.device("cpu")) or (
+        bool(group.hosts) and not moves_gpu_tensors(group.pg)
+    )
 
 
 def _check_even(local: torch.Tensor, dims: list[int], name: str) -> torch.Tensor:

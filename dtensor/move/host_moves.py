@@ -13,6 +13,7 @@ it, so that no rank waits for another to read its own result.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,7 +30,7 @@ from weft.collectives.topology import here, inside_of
 from weft.dtensor.layout.boxes import Layout
 from weft.dtensor.layout.placements import divide_
 from weft.dtensor.move.combining import fill_neutral, reduce_terms, summed_in
-from weft.dtensor.move.host_plans import HostPlan, Share, block_shape, crossing
+from weft.dtensor.move.host_plans import HostPlan, Share, block_shape, crossing, host_plan
 from weft.dtensor.move.transfers import Step
 
 _ALIGN = 64
@@ -44,7 +45,7 @@ class HostStep(Step):
     @cached_property
     def plan(self) -> HostPlan:
         """Its shares."""
-        return HostPlan(self, self.group)
+        return host_plan(self, self.group)
 
 
 def host_step(
@@ -112,21 +113,28 @@ def move_by_hosts(
         local = local.clone() if channel and offset else local
         if work is None:
             ex.signal_all()
-        elif channel and group.virtual is None:
-            work.get_future().then(lambda done: _arrived(done, ex))
+        told = threading.Event()
+        later = bool(channel) and work is not None and group.virtual is None
+        if later:
+            work.get_future().then(lambda done: _arrived(done, ex, told))
         yield
         if work is not None:
             process_groups.wait_for_result(work, group, kept, op)
-        if work is not None and not (channel and group.virtual is None):
+        if later:
+            told.wait()  # this call's signals must not come after those of the next
+        elif work is not None:
             ex.signal_all()
-        out = _read(step, local, ex, offset, ours)
+        out = _read_shares(step, local, ex, offset, ours)
     group.calls.end(noted)
     return out
 
 
-def _arrived(done: Any, ex: Exchange) -> None:
-    done.value()  # raises where the process group has failed: peers must not read that
-    ex.signal_all()
+def _arrived(done: Any, ex: Exchange, told: threading.Event) -> None:
+    try:
+        done.value()  # raises where the process group has failed: peers must not read that
+        ex.signal_all()
+    finally:
+        told.set()
 
 
 def _added_up(step: HostStep, local: torch.Tensor, given: list[Share]) -> dict[int, torch.Tensor]:
@@ -204,7 +212,7 @@ def _local_of(
     return ex.peer(position, step.source.shape_at(index), local.dtype)
 
 
-def _read(
+def _read_shares(
     step: HostStep, local: torch.Tensor, ex: Exchange, offset: int, ours: Sequence[int]
 ) -> torch.Tensor:
     """This rank's part, of what the ranks of its host hold and keep."""

@@ -78,31 +78,20 @@ class _Block(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class HostPlan:
-    """The shares of a step, and what each rank reads. Ranks are numbered as in `group`."""
+    """What moves in a step. Ranks are numbered as in its group.
 
-    step: Step
-    group: Group
+    Attributes:
+        shares: all, in the order of their numbers.
+        reads: what each rank reads.
+    """
 
-    @cached_property
-    def shares(self) -> list[Share]:
-        """All, in the order of their numbers."""
-        return self._planned[0]
-
-    @cached_property
-    def reads(self) -> list[list[Read]]:
-        """What each rank reads."""
-        return self._planned[1]
-
-    @cached_property
-    def host_of(self) -> list[int]:
-        """Each rank's host."""
-        at = {rank: host for host, ranks in enumerate(self.group.hosts) for rank in ranks}
-        return [at[rank] for rank in range(self.group.world_size)]
+    shares: list[Share]
+    reads: list[list[Read]]
 
     @cached_property
     def kept(self) -> list[list[Share]]:
         """What each rank keeps, in the order in which it comes: by giver, then number."""
-        found: list[list[Share]] = [[] for _ in range(self.group.world_size)]
+        found: list[list[Share]] = [[] for _ in self.reads]
         for share in sorted(self.shares, key=lambda each: each.giver):
             for keeper in share.keepers:
                 found[keeper].append(share)
@@ -148,30 +137,32 @@ class HostPlan:
     @cached_property
     def entering(self) -> list[tuple[int, int]]:
         """(elements of sums, of results) that come to each rank from other hosts."""
-        sums, results = ([0] * self.group.world_size for _ in range(2))
+        sums, results = ([0] * len(self.reads) for _ in range(2))
         for share in self.shares:
             sums[share.giver] += share.numel * sum(rank != share.giver for rank, _ in share.terms)
             for keeper in share.keepers:
                 results[keeper] += share.numel * (keeper != share.giver)
         return list(zip(sums, results, strict=True))
 
-    @cached_property
-    def _planned(self) -> tuple[list[Share], list[list[Read]]]:
-        return _Planning(self).done()
+
+def host_plan(step: Step, group: Group) -> HostPlan:
+    """The plan of a step among the ranks of a group over several hosts."""
+    return _Planning(step, group).done()
 
 
 class _Planning:
     """The work of making a plan."""
 
-    def __init__(self, plan: HostPlan) -> None:
-        self._step, self._hosts, self._host_of = plan.step, plan.group.hosts, plan.host_of
-        self._numbers = {rank: number for number, rank in enumerate(plan.group.ranks)}
+    def __init__(self, step: Step, group: Group) -> None:
+        self._step, self._hosts = step, group.hosts
+        self._host_of = {rank: host for host, ranks in enumerate(group.hosts) for rank in ranks}
+        self._numbers = {rank: number for number, rank in enumerate(group.ranks)}
         self._shares: list[Share] = []
-        self._reads: list[list[Read]] = [[] for _ in plan.host_of]
+        self._reads: list[list[Read]] = [[] for _ in group.ranks]
         self._widest = max(map(len, self._hosts))
         self._turn = 0  # so that small blocks are the affair of one rank after the other
 
-    def done(self) -> tuple[list[Share], list[list[Read]]]:
+    def done(self) -> HostPlan:
         for block in self._blocks():
             wanting: dict[int, list[int]] = {}
             for receiver in block.receivers:
@@ -180,7 +171,7 @@ class _Planning:
                 self._add_up(block, wanting)
             else:
                 self._fetch(block, wanting)
-        return self._shares, self._reads
+        return HostPlan(self._shares, self._reads)
 
     def _blocks(self) -> Iterator[_Block]:
         """Along a tensor dim ranks take the same or nothing in common, so receivers of one box take

@@ -158,10 +158,11 @@ def _steps(source: Layout, target: Layout, later: bool = False) -> tuple[Step, .
     steps = move_plan(source, target).steps
     if target.has_own_boxes or source.has_own_boxes:
         return steps  # no collective can move overlapping boxes
-    if all(step.is_local for step in steps) or _group_of(steps[0]).backend is not None:
+    device = torch.device(target.mesh.device_type)  # the source's may be a stand-in
+    if all(step.is_local for step in steps) or not _group_of(steps[0]).unreached(device):
         return steps
     flat = collective_plan(source, target).steps
-    at_once, device = Step(source, target), torch.device(source.mesh.device_type)
+    at_once = Step(source, target)
     group = _group_of(at_once)
     if not hosts.offered("redistribute", group, device):
         return flat
@@ -218,18 +219,19 @@ def _start(step: Step, local: torch.Tensor, channel: str = "") -> Running:
     receiver = step.target.index
     pieces = step.pieces_of(receiver) if receiver is not None else ()
     group = None if step.is_local else _group_of(step)
-    if group is not None and group.backend is None and step.mesh_dim is not None:
+    if group is not None and group.unreached(local.device) and step.mesh_dim is not None:
         group = resolve(step.source.mesh.get_group(step.mesh_dim))
     in_two_levels = None if group is None or channel else _as_collective(step, local, group)
     if settings.tracing():
         apart = "hosts" if in_two_levels else "generic"
-        way = "local" if group is None else "pull" if group.backend else apart
+        reached = group is not None and not group.unreached(local.device)
+        way = "local" if group is None else "pull" if reached else apart
         settings.record("redistribute", way, str(step), collective=step.collective)
     if group is None:
         return _keep_own(step, local, pieces)
     if in_two_levels is not None:
         return in_two_levels
-    if group.backend is None:
+    if group.unreached(local.device):
         return _all_to_all(step, local, pieces, group, bool(channel))
     if not channel and _has_kernel(step, local, group):
         return _pull_by_kernel(step, local, pieces, group)

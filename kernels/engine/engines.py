@@ -87,8 +87,8 @@ def is_supported(
         return True, ""
     if problem.refusal:
         return False, problem.refusal
-    if group.why:
-        return False, group.why
+    if why := group.unreached(device):
+        return False, why
     if engine == "host" and problem.host_refusal:
         return False, problem.host_refusal
     if engine == "triton":
@@ -239,7 +239,7 @@ def predict(problem: Problem, group: Group, device: torch.device) -> Mapping[Run
     rates = cost.machine(group, device)
     if _over_hosts(problem, group):
         return _in_two_levels(problem, group, device, rates)
-    if group.why:
+    if group.unreached(device):
         return {"generic": _by_process_group(problem, rates)}
     if not group.on_gpus(device):
         return _on_cpu(problem, group, device, rates)

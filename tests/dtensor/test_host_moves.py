@@ -6,10 +6,12 @@ against the least that any program could send, worked out element by element.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import random
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -64,7 +66,7 @@ def counted(layout: str) -> Iterator[list[int]]:
 
 def held(shape: Sequence[int], sizes: Sequence[int], at: Sequence[int], ends: Any) -> torch.Tensor:
     """The numbers of the elements that a rank has."""
-    ids = torch.arange(math.prod(shape)).view(*shape)
+    ids = torch.arange(math.prod(shape)).view(tuple(shape))
     for size, i, placement in zip(sizes, at, ends, strict=True):
         if isinstance(placement, Shard):
             parts = [*ids.chunk(size, placement.dim)]
@@ -233,6 +235,28 @@ def kinds_body(layout: str) -> None:
 
 def test_kinds_of_tensors(ranks: Any) -> None:
     ranks(4, kinds_body, "AABB")
+
+
+def again_body() -> None:
+    """A mesh that is made again has groups of its own. Nothing of one before may be met, on some
+    ranks and not on others, until garbage is collected.
+    """
+    gc.disable()
+    try:
+        with on_hosts("AABB"):
+            mesh = init_device_mesh("cpu", (2, 2))
+            x = DTensor.from_local(torch.ones(2, 3), mesh, [S(0), R], run_check=False)
+            told = weft.explain(x.redistribute, placements=[R, R])
+            assert [each.engine for each in told] == ["hosts"]
+            kept = weakref.ref(x._layout)
+            del x, told
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+def test_nothing_of_a_mesh_is_left(ranks: Any) -> None:
+    ranks(4, again_body)
 
 
 def apart_body() -> None:

@@ -6,6 +6,7 @@ has namespaces of their own.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import subprocess
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -31,6 +33,8 @@ import weft
 from weft.collectives import cost, resolve
 from weft.collectives import hosts as crossings
 from weft.collectives.hosts import Crossing
+from weft.collectives.ranks import group as groups
+from weft.collectives.ranks import peer_access
 from weft.collectives.ranks.group import Process
 from weft.kernels.engine import engines
 
@@ -45,11 +49,11 @@ QUICK = cost.Machine(
 
 
 @contextmanager
-def on_hosts(layout: str, rates: cost.Machine | None = QUICK) -> Iterator[None]:
+def on_hosts(layout: str, rates: cost.Machine | None = QUICK, domain: str = "") -> Iterator[None]:
     """This rank is on host `layout[rank]`, inside the block; `rates` of None are measured."""
     here = Process.here()
     name = layout[dist.get_rank()]
-    elsewhere = replace(here, host=name, node=f"host {name}")
+    elsewhere = replace(here, host=name, node=f"host {name}", domain=domain)
     weft.close()
     measured = cost.machine
     with (
@@ -137,6 +141,67 @@ def plan_body(layout: str) -> None:
 @pytest.mark.parametrize("layout", ["ABBB", "ABAB"])
 def test_the_topology_and_both_levels_are_told(ranks: Any, layout: str) -> None:
     ranks(4, plan_body, layout)
+
+
+def domain_body(layout: str, domains: str) -> None:
+    """Machines of one NVLink domain are one host to a group of GPUs, and share no other memory."""
+    rank, cpu, cuda = dist.get_rank(), torch.device("cpu"), torch.device("cuda")
+    with on_hosts(layout, domain=domains[rank].strip("-")):
+        flat = resolve(None).hosts
+        weft.close()
+        with patch.object(groups, "moves_gpu_tensors", lambda _: True):
+            group = resolve(None)
+            assert len(flat) == len(set(layout)) and group.apart == (len(set(domains)) == 1)
+            if group.apart:
+                assert not group.hosts and group.nodes == tuple(
+                    f"host {each}" for each in dict.fromkeys(layout)
+                )
+            else:
+                assert group.hosts == ((0, 1, 2), (3,))
+                assert group.nodes == ("host A + host B", "host C")
+            inside = crossings.inside_of(group) if group.hosts else group
+            assert inside.world_size == 1 or (inside.unreached(cpu) and inside.apart)
+            with patch.object(type(group), "on_gpus", lambda self, device: device.type == "cuda"):
+                assert not inside.unreached(cuda)
+            x = torch.full((2, 3), float(rank))
+            whole = torch.arange(4.0).repeat_interleave(2)[:, None].expand(8, 3)
+            assert torch.equal(weft.collectives.all_gather(x), whole)
+            weft.collectives.barrier()
+            y = weft.all_gather_matmul(x, torch.eye(3), sizes=[2] * 4)
+            torch.testing.assert_close(y, whole.contiguous())
+            if group.apart:
+                with pytest.raises(NotImplementedError, match="whose GPUs alone share memory"):
+                    weft.collectives.empty((4,), torch.float32, device=cpu)
+
+
+@pytest.mark.parametrize(("layout", "domains"), [("AABC", "xxx-"), ("AABB", "xxxx")])
+def test_an_nvlink_domain_is_one_host(ranks: Any, layout: str, domains: str) -> None:
+    ranks(4, domain_body, layout, domains)
+
+
+@pytest.mark.parametrize(
+    ("state", "status", "cluster", "found"),
+    [(3, 0, 7, f"{7:02x}" * 16 + ".5"), (2, 0, 7, ""), (3, 1, 7, ""), (3, 0, 0, ""), (0, 0, 7, "")],
+)
+def test_the_domain_that_a_driver_tells(state: int, status: int, cluster: int, found: str) -> None:
+    """A GPU that is registered with its fabric manager has one."""
+
+    def fill(handle: Any, info: Any) -> int:
+        at = info._obj
+        at.cluster[:], at.status, at.clique, at.state = [cluster] * 16, status, 5, state
+        return 0
+
+    driver: Any = SimpleNamespace(nvmlDeviceGetGpuFabricInfo=fill)
+    assert peer_access._domain_of(driver, ctypes.c_void_p()) == found
+    assert peer_access._domain_of(object(), ctypes.c_void_p()) == ""  # type: ignore[arg-type]
+
+
+def test_the_domain_that_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, domain in {"rack 3": "rack 3", "0": "", "": ""}.items():
+        monkeypatch.setenv("WEFT_NVLINK", given)
+        assert Process.here().domain == domain
+    built = {"12.4": True, "13.0": True, "12.1": False, None: False}
+    assert all(peer_access._exchanges_fabric_handles(cuda) == it for cuda, it in built.items())
 
 
 def gpus_body() -> None:

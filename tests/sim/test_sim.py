@@ -24,6 +24,7 @@ import weft
 from weft import collectives, sim
 from weft.collectives import exchange, resolve, workspace
 from weft.collectives.device import signals
+from weft.dtensor import DTensor, Partial, Replicate, Shard, init_device_mesh
 from weft.sim import cli, progress_bar
 from weft.sim.hooks import interpreter_hooks
 from weft.sim.run import runner
@@ -492,6 +493,25 @@ def test_calls_over_several_hosts(hosts: list[int]) -> None:
         assert torch.equal(product, whole @ torch.ones(2, 3).double() * (rank + 1))
         chunks = sums.chunk(W)
         assert torch.equal(chunk, chunks[rank] if rank < len(chunks) else sums[:0])
+
+
+def moved_over_hosts(rank: int) -> None:
+    """Moves of DTensors whose shares one rank of a host fetches, or adds up, for others."""
+    mesh, R, P = init_device_mesh("cpu", (2, 2)), Replicate(), Partial()
+    whole, terms = torch.arange(24.0).view(4, 6), torch.full((4, 6), rank + 1.0)
+    x = DTensor.from_local(whole.chunk(2)[rank // 2], mesh, [Shard(0), R], run_check=False)
+    y = DTensor.from_local(terms, mesh, [P, P], run_check=False)
+    for later in (False, True):
+        told = weft.explain(x.redistribute, placements=[R, R], async_op=later)
+        assert [each.engine for each in told] == ["hosts"]
+        total = y.redistribute(placements=[Shard(1), R], async_op=later)
+        assert torch.equal(told.result.to_local(), whole)
+        assert torch.equal(total.to_local(), torch.full((4, 3), 10.0))
+
+
+@pytest.mark.parametrize("hosts", [[2, 2], [1, 3], [1, 2, 1]])
+def test_moves_over_several_hosts(hosts: list[int]) -> None:
+    sim.run(4, moved_over_hosts, hosts=hosts, schedules=6)
 
 
 def test_hosts_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
