@@ -3,12 +3,7 @@
     tests/switch.py DELAY_MS LOSS_PERCENT NAMESPACE ...
 
 Every namespace gets a device `net` whose frames this process switches: each comes DELAY_MS later,
-<<<<<<< HEAD
 and LOSS_PERCENT of them never. Prints a line once the devices are there; runs until it is ended.
-=======
-and LOSS_PERCENT of them never. Prints a line once the devices are there, and runs until it is
-ended.
->>>>>>> h5
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def move_by_hosts(
             ex.signal_all()
         told = threading.Event()
         later = bool(channel) and work is not None and group.virtual is None
-        if later:
+        if later and work is not None:
             work.get_future().then(lambda done: _arrived(done, ex, told))
         yield
         if work is not None:
