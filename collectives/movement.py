@@ -29,7 +29,7 @@ from weft import settings
 from weft.collectives import hosts, process_groups
 from weft.collectives.memory import direct
 from weft.collectives.memory.exchange import Exchange, agree, exchange
-from weft.collectives.memory.workspace import workspace
+from weft.collectives.memory.workspace import Workspace, workspace
 from weft.collectives.prices import between_hosts
 from weft.collectives.prices.hardware import fabric_of
 from weft.collectives.process_groups import (
@@ -82,6 +82,9 @@ def _gather_into(
         return
     if way == "hosts":
         hosts.gather(out, x, group, sizes, gather)
+        return
+    if way == "switch":
+        _by_switch("all_gather", out, x, group, call, numels)
         return
     if way == "triton":
         with _kernels("all_gather", group, call, x, nbytes) as (kernels, ws, config):
@@ -142,12 +145,15 @@ def _scatter_into(
     row = math.prod(x.shape[1:])
     numels = [size * row for size in sizes]
     nbytes = max(numels) * x.element_size()
-    way = _way("reduce_scatter", group, x, nbytes, call)
+    way = _way("reduce_scatter", group, x, nbytes, call, op)
     if way == "generic":
         out.copy_(process_groups.scatter(x, group, sizes, op, as_is))
         return
     if way == "hosts":
         out.copy_(hosts.scatter(x, group, sizes, op, as_is, scatter))
+        return
+    if way == "switch":
+        _by_switch("reduce_scatter", out, x, group, call, numels)
         return
     if way == "triton":
         with _kernels("reduce_scatter", group, call, x, nbytes) as (kernels, ws, config):
@@ -231,7 +237,7 @@ def _all_reduce_into(
     out: torch.Tensor, x: torch.Tensor, group: Group, call: Call, op: ReduceOp, as_is: bool
 ) -> None:
     nbytes = x.numel() * x.element_size()
-    way = _way("all_reduce", group, x, nbytes, call)
+    way = _way("all_reduce", group, x, nbytes, call, op)
     if way == "generic":
         out.copy_(process_groups.all_reduce(x, group, op, as_is))
         return
@@ -240,9 +246,10 @@ def _all_reduce_into(
         part = hosts.scatter(x.view(-1), group, parts, op, as_is, scatter)
         hosts.gather(out.view(-1), part, group, parts, gather)
         return
+    if way == "switch":
+        _by_switch("all_reduce", out, x, group, call, _shares(x, group))
+        return
     if way == "triton":
-        if op == "sum" and settings.multimem() and _added_by_switch(out, x, group, call):
-            return
         with _kernels("all_reduce", group, call, x, nbytes) as (kernels, ws, config):
             kernels.launch_reduce(x, out, ws, None, op, config)
         return
@@ -476,14 +483,21 @@ def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 Moved = Collective | Literal["broadcast"]
-Way = Literal["triton", "host", "generic", "hosts"]
+Way = Literal["triton", "switch", "host", "generic", "hosts"]
 _UNKNOWN_BYTES = 1 << 62  # too many for a kernel
 
 
-def _way(op: Moved, group: Group, x: torch.Tensor, nbytes: int, call: Call) -> Way:
-    """How a collective runs: by kernels, from the host through symmetric memory, by the process
-    group, or in two levels over several hosts. `nbytes` is the size of its largest piece, the same
-    on every rank, as the answer must be.
+def _way(
+    op: Moved,
+    group: Group,
+    x: torch.Tensor,
+    nbytes: int,
+    call: Call,
+    reduce_op: ReduceOp | None = None,
+) -> Way:
+    """How a collective runs: by kernels, of which some have the NVLink switch add up or copy, from
+    the host through symmetric memory, by the process group, or in two levels over several hosts.
+    `nbytes` is the size of its largest piece, the same on every rank, as the answer must be.
 
     Process groups neither compare calls nor keep to WEFT_TIMEOUT_S. Where CPU ranks share memory,
     they have met there before, for a tenth of the time that Gloo takes.
@@ -499,12 +513,13 @@ def _way(op: Moved, group: Group, x: torch.Tensor, nbytes: int, call: Call) -> W
     elif engine == "generic":
         way, why = "generic", "asked for"
     elif engine == "triton" or (group.on_gpus(x.device) and engine == "auto"):
-        way, why = _kernel_or_not(op, group, x, nbytes, asked=engine == "triton")
+        asked = engine == "triton"
+        way, why = _kernel_or_not(op, group, x, nbytes, reduce_op, asked=asked)
     else:
         way, why = "host", "through symmetric memory"
     if settings.tracing():
         shapes = f"{'x'.join(map(str, x.shape))}, {group.world_size} ranks"
-        settings.record(op, way, why, shapes)
+        settings.record(op, "triton" if way == "switch" else way, why, shapes)
     if way == "generic" and not (
         group.unreached(x.device) or group.virtual or group.on_gpus(x.device)
     ):
@@ -517,7 +532,13 @@ def _way(op: Moved, group: Group, x: torch.Tensor, nbytes: int, call: Call) -> W
 
 
 def _kernel_or_not(
-    op: Moved, group: Group, x: torch.Tensor, nbytes: int, *, asked: bool
+    op: Moved,
+    group: Group,
+    x: torch.Tensor,
+    nbytes: int,
+    reduce_op: ReduceOp | None,
+    *,
+    asked: bool,
 ) -> tuple[Way, str]:
     from weft.collectives.device import signals
     from weft.collectives.kernels import collective_launch as kernels
@@ -531,11 +552,16 @@ def _kernel_or_not(
         ready, why = signals.interpreter_ready()
         if not on_gpus or not ready:
             return "triton" if ready else instead, why
+    switch = _switch_may(op, x, reduce_op)
     if asked:
-        return "triton", "asked for"
+        by_switch = reduces and switch and _switch_reaches(op, group, x, nbytes)
+        return "switch" if by_switch else "triton", "asked for"
     config = kernels.collective_config(op, nbytes, group.world_size, on_gpus)
-    quicker, why = kernels.is_quicker(op, nbytes, fabric_of(group, x.device), config)
-    return "triton" if quicker else instead, why
+    fabric = fabric_of(group, x.device)
+    way, _, why = kernels.quickest_way(op, nbytes, fabric, config, switch=switch)
+    if way == "switch" and not _switch_reaches(op, group, x, nbytes):
+        way, _, why = kernels.quickest_way(op, nbytes, fabric, config, switch=False)
+    return instead if way == "generic" else way, why
 
 
 @contextmanager
@@ -552,19 +578,52 @@ def _kernels(
         yield kernels, ws, config
 
 
-def _added_by_switch(out: torch.Tensor, x: torch.Tensor, group: Group, call: Call) -> bool:
-    """Have the switch add up every rank's x if it can; the same answer on every rank."""
+def _switch_may(op: Moved, x: torch.Tensor, reduce_op: ReduceOp | None) -> bool:
+    """Whether a collective may go by the NVLink switch: sums, which it makes in an order of its
+    own, only if WEFT_MULTIMEM asks for that.
+    """
     from weft.collectives.kernels import multimem
 
     if not x.is_cuda or x.dtype not in multimem.DTYPES:
         return False
-    room = multimem.workspace_bytes(x.numel() * x.element_size(), group.world_size)
-    ws = workspace(group, room, channel="multimem", device=x.device)
-    if not ws.buffer.multicast_ptr:
-        return False
-    with ws.call("all_reduce", call=call):
-        multimem.launch_all_reduce(x, out, ws)
-    return True
+    return op == "all_gather" or (reduce_op == "sum" and settings.multimem())
+
+
+def _switch_memory(op: Collective, group: Group, x: torch.Tensor, nbytes: int) -> Workspace:
+    """For `nbytes` as `_way` has them."""
+    from weft.collectives.kernels import multimem
+
+    piece = -(-nbytes // group.world_size) + 16 if op == "all_reduce" else nbytes
+    room = multimem.workspace_bytes(op, piece, group.world_size)
+    return workspace(group, room, channel="multimem", device=x.device)
+
+
+def _switch_reaches(op: Collective, group: Group, x: torch.Tensor, nbytes: int) -> bool:
+    """Whether symmetric memory has a multicast address; the same answer on every rank."""
+    return bool(_switch_memory(op, group, x, nbytes).buffer.multicast_ptr)
+
+
+def _by_switch(
+    op: Collective,
+    out: torch.Tensor,
+    x: torch.Tensor,
+    group: Group,
+    call: Call,
+    numels: list[int],
+) -> None:
+    """Have the switch copy, or add up, the ranks' pieces of `numels` elements."""
+    from weft.collectives.kernels import multimem
+
+    nbytes = (x.numel() if op == "all_reduce" else max(numels)) * x.element_size()
+    ws = _switch_memory(op, group, x, nbytes)
+    with ws.call(op, call=call):
+        multimem.launch_switched(op, x, out, ws, numels)
+
+
+def _shares(x: torch.Tensor, group: Group) -> list[int]:
+    from weft.collectives.kernels import multimem
+
+    return multimem.vector_shares(x.numel(), x.element_size(), group.world_size)
 
 
 def _read_directly(numel: int, group: Group, x: torch.Tensor) -> bool:

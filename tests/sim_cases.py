@@ -17,7 +17,7 @@ from mutants import mutant
 import weft
 from weft import collectives
 from weft.collectives import movement, resolve, workspace
-from weft.collectives.kernels import collective_launch, pull
+from weft.collectives.kernels import collective_launch, multimem, pull
 from weft.collectives.kernels.pull_boxes import Box, table_of
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
 from weft.kernels import to_zigzag, zigzag_sizes
@@ -54,6 +54,7 @@ class Modules:
     movement: Any = movement
     collective: Any = collective_launch
     pull: Any = pull
+    switched: Any = multimem
     ring: Any = ring_kernel
     ring_backward: Any = ring_grad_kernel
     heads: Any = heads_kernel
@@ -260,6 +261,27 @@ def reduced_in_one_shot(rank: int, ours: Modules = OURS) -> None:
 
 def reduced_in_two_shots(rank: int, ours: Modules = OURS) -> None:
     reduced(rank, ours, True)
+
+
+def switched(rank: int, ours: Modules = OURS) -> None:
+    """By three programs, uneven; every rank's memory stands for the switch."""
+    W, op = resolve(None).world_size, ours.switched
+    sizes = [21 + 3 * r for r in range(W)]
+    widest, count = 4 * max(sizes), sum(sizes)
+    ws = workspace(None, op.workspace_bytes("all_reduce", widest, W), channel="switched")
+    whole = torch.arange(float(count))
+    for call in range(CALLS):
+        total = whole * (W * (W + 1) // 2) + W * call
+        out = torch.full((count,), -1.0)
+        shard = (whole + call).split(sizes)[rank].clone()
+        op.launch_switched("all_gather", shard, out, ws, sizes, 32)
+        torch.testing.assert_close(out, whole + call)
+        x = whole * (rank + 1) + call
+        out = torch.full((sizes[rank],), -1.0)
+        op.launch_switched("reduce_scatter", x, out, ws, sizes, 32)
+        torch.testing.assert_close(out, total.split(sizes)[rank])
+        op.launch_switched("all_reduce", x, x, ws, op.vector_shares(count, 4, W), 32)
+        torch.testing.assert_close(x, total)
 
 
 def pulled(rank: int, ours: Modules = OURS) -> None:
@@ -678,6 +700,7 @@ COLLECTIVES: dict[str, Callable[..., None]] = {
     "collectives that exchange": exchanged,
     "collectives that reduce, one shot": reduced_in_one_shot,
     "collectives that reduce, two shots": reduced_in_two_shots,
+    "collectives by the switch": switched,
 }
 
 

@@ -30,6 +30,7 @@ ALL = tuple(KERNELS)[:5]  # the ways by which most goes
 GATHERS = ALL[:2]
 REDUCES = ALL[3:]
 PULLS, EXCHANGES, SUMS = list(COLLECTIVES)[:1], list(COLLECTIVES)[1:2], list(COLLECTIVES)[2:4]
+SWITCHED = list(COLLECTIVES)[4:]
 RINGS, DECODING = ("ring attention", "ring attention, backward"), ("decoding",)
 NORMS = ("norm of sums, one shot", "norm of sums, two shots")
 WHOLE_NORMS = ("norm of whole sums, one shot", "norm of whole sums, two shots")

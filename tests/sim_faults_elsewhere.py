@@ -19,13 +19,14 @@ from sim_faults import (
     RACE,
     RINGS,
     SUMS,
+    SWITCHED,
     SWITCHED_NORMS,
     WHOLE_NORMS,
     fault,
 )
 
 from weft.collectives import movement
-from weft.collectives.kernels import kernel_collectives, pieces, pull
+from weft.collectives.kernels import kernel_collectives, multimem, pieces, pull
 from weft.collectives.memory import direct
 from weft.kernels.expert_kernels import (
     combine_kernel,
@@ -128,16 +129,16 @@ IN_COLLECTIVES = [
     fault(
         "pieces land in the other half",
         pieces,
-        "_slot_ptr(link, peers, rank, slot_size, generation,",
-        "_slot_ptr(link, peers, rank, slot_size, generation + 1,",
+        "piece_slot(link, peers, rank, slot_size, generation,",
+        "piece_slot(link, peers, rank, slot_size, generation + 1,",
         (*EXCHANGES, *SUMS),
         (RACE, AssertionError),
     ),
     fault(
         "all pieces land in one slot",
         pieces,
-        "_slot_ptr(link, peers, rank, slot_size, generation,",
-        "_slot_ptr(link, peers, 0, slot_size, generation,",
+        "piece_slot(link, peers, rank, slot_size, generation,",
+        "piece_slot(link, peers, 0, slot_size, generation,",
         (*EXCHANGES, *SUMS),
     ),
     fault(
@@ -154,6 +155,22 @@ IN_COLLECTIVES = [
         "link.signal_ptrs, rank, WORLD_SIZE, PHASE, tl",
         "link.signal_ptrs, rank, WORLD_SIZE, 0, tl",
         SUMS[1:],
+    ),
+    fault(
+        "the switch adds up before all terms are there",
+        multimem,
+        "arrived = signals.barrier(\n        link.signal_ptrs, rank, WORLD_SIZE, 0",
+        "arrived = generation > 0\n    signals.barrier(\n        link.signal_ptrs, rank, 1, 0",
+        SWITCHED,
+        (RACE, AssertionError),
+    ),
+    fault(
+        "the switch's sums land among the terms",
+        multimem,
+        "at + finished + vector * 16, sums",
+        "at + vector * 16, sums",
+        SWITCHED,
+        (RACE, AssertionError),
     ),
     fault(
         "boxes do not wait",

@@ -31,7 +31,7 @@ from sim_faults_elsewhere import (
 from weft import sim
 from weft.collectives import movement
 from weft.collectives.device import addresses, failures, signals, waits
-from weft.collectives.kernels import kernel_collectives, pieces
+from weft.collectives.kernels import kernel_collectives, multimem, pieces
 from weft.kernels.device import (
     copies,
     flattened,
@@ -78,6 +78,7 @@ PARTS = (
     signals,
     pieces,
     kernel_collectives,
+    multimem,
     copies,
     tiles,
     splits,

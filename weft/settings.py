@@ -6,7 +6,7 @@ Environment variables, read when they are used; an empty one counts as not set:
     WEFT_CHECK       1: compare every call across ranks first, and tell from which lines it came (0)
     WEFT_ENGINE      auto, triton, host or generic: the engine where no `weft.engine` is set (auto)
     WEFT_DIRECT      0: CPU ranks share memory even where they could read each other's own (1)
-    WEFT_MULTIMEM    1: the NVLink switch may add up all-reduces, fused ones too, in its order (0)
+    WEFT_MULTIMEM    1: the NVLink switch may add up sums, fused ones too, in its own order (0)
     WEFT_SMS         SMs (CUs) of a GPU that kernels count on; the rest is left to others (all)
     WEFT_CACHE_DIR   the one folder of what is measured on this machine (~/.cache/weft)
     WEFT_TUNED       folder of the tables of tuned launches and of rates (weft/kernels/tuned)

@@ -6,6 +6,11 @@ launches, and of a library's matmul and collective (NCCL, NVLS, torch's one and 
 or attention in zigzag order (behind a ring's sends, or after an all-gather), all by the closed
 forms of `weft.kernels.engine.fused_times` and `weft.collectives`. Nothing runs; half precision,
 each rank its share of a feed-forward layer, or of one causal sequence.
+
+Sums are compared twice: as `auto` makes them, each term in 24 bits or more and added up in rank
+order, with what makes them so; and as a caller gets them who asks for less, with wire_dtype=
+torch.bfloat16 and WEFT_MULTIMEM=1, with everything: libraries round each term to half precision,
+and add up in an order of their own.
 """
 
 from __future__ import annotations
@@ -17,13 +22,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from weft.bench import shapes
 from weft.bench.report.tables import figure
 from weft.collectives import protocols
-from weft.collectives.kernels.collective_launch import collective_config, is_quicker
+from weft.collectives.kernels.collective_launch import collective_config, quickest_way
 from weft.collectives.prices import library
 from weft.collectives.prices.hardware import Hardware, named
 from weft.collectives.protocols import Collective
@@ -38,7 +44,22 @@ ROWS = tuple(1 << i for i in range(15))
 COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 ATTENTION = "ring_attention"
 OPS = (*tuning.OPS, *COLLECTIVES, ATTENTION)
+_SUMS = ("matmul_reduce_scatter", "matmul_all_reduce", "all_reduce", "reduce_scatter")
 _DTYPE = torch.bfloat16
+
+
+class Asked(NamedTuple):
+    """What `auto` runs, the best of all candidates, and the times of both in us."""
+
+    auto: str
+    auto_us: float
+    best: str
+    best_us: float
+
+    @property
+    def ratio(self) -> float:
+        """What `auto` takes of the best one's time."""
+        return self.auto_us / self.best_us
 
 
 @dataclass(frozen=True)
@@ -48,10 +69,10 @@ class AutoChoice:
     Attributes:
         M, N, K: one rank's product; of a collective its whole array (M, N), and K = 0; of attention
             all tokens, and the features of an output and of a key.
-        best: an engine, of which `auto` chooses one; "library, NVLS" and the like, in
-            half precision; or a launch that the kernel does not take: a way to move data, or tiles.
-        narrow_us: what `auto` takes where partial sums travel as in the library, in half precision:
-            `wire_dtype`.
+        auto, best: an engine, of which `auto` chooses one; "library, NVLS" and the like; or a
+            launch that the kernel does not take: a way to move data, or tiles.
+        asked: the same where half precision and the switch's order are asked for; of what adds up
+            nothing, the same.
     """
 
     op: str
@@ -65,7 +86,7 @@ class AutoChoice:
     auto_us: float
     best: str
     best_us: float
-    narrow_us: float
+    asked: Asked
 
     @property
     def ratio(self) -> float:
@@ -92,51 +113,55 @@ def compared(
 
 def _compared(op: str, chip: str, W: int, model: str, M: int) -> AutoChoice:
     layer, hardware = shapes.MODELS[model], named(chip)
+    share = -(-layer.ffn // W)
     if op in COLLECTIVES:
         N, K = layer.hidden, 0
-        auto, us = collective(op, M * N * 2, hardware, W)
-        narrow = us[auto]
     elif op == ATTENTION:
         N, K = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
-        auto, us = attention(layer, M, hardware, W)
-        narrow = us[auto]
     else:
-        share = -(-layer.ffn // W)
         N, K = (share, layer.hidden) if op == "all_gather_matmul" else (layer.hidden, share)
-        auto, us = fused(op, M, N, K, hardware, W)
-        narrow = us[auto]
-        if op != "all_gather_matmul":
-            engine, by_half = fused(op, M, N, K, hardware, W, _DTYPE)
-            narrow = by_half[engine]
-    best = min(us, key=lambda name: us[name])
-    return AutoChoice(op, hardware.name, W, model, M, N, K, auto, us[auto], best, us[best], narrow)
+
+    def of(asked: bool) -> Asked:
+        if op in COLLECTIVES:
+            auto, us = collective(op, M * N * 2, hardware, W, asked=asked)
+        elif op == ATTENTION:
+            auto, us = attention(layer, M, hardware, W)
+        else:
+            auto, us = fused(op, M, N, K, hardware, W, asked=asked)
+        best = min(us, key=lambda name: us[name])
+        return Asked(auto, us[auto], best, us[best])
+
+    return AutoChoice(op, hardware.name, W, model, M, N, K, *of(False), of(True))
 
 
 def fused(
-    op: str,
-    M: int,
-    N: int,
-    K: int,
-    hardware: Hardware,
-    W: int,
-    wire: torch.dtype | None = None,
+    op: str, M: int, N: int, K: int, hardware: Hardware, W: int, *, asked: bool = False
 ) -> tuple[str, dict[str, float]]:
-    """The engine that `auto` takes, and the times of all candidates."""
+    """The engine that `auto` takes, and the times of all candidates.
+
+    Args:
+        asked: whether sums may travel in half precision and be added up by the switch.
+    """
     sums = op != "all_gather_matmul"
+    wire = _DTYPE if sums and asked else None
     moved = M * K * 2 * (W - 1) // W if not sums else M * N * 4 * (W - 1)
     problem = engines.Problem(op, M, N, K, _DTYPE, moved, wire_dtype=wire)
-    regrets = engines.regrets(problem, hardware, W)
+    regrets = engines.regrets(problem, hardware, W, asked)
     us = {
-        "triton": fused_times.fused_time(op, M, N, K, "bfloat16", hardware, W, wire=wire).us,
-        "generic": sum(part.us for part in engines.unfused_parts(problem, hardware, W)),
+        "triton": engines.kernel_time(problem, hardware, W, asked).us,
+        "generic": sum(part.us for part in engines.unfused_parts(problem, hardware, W, asked)),
     }
-    unfused = library.unfused_us(op, M, N, K, "bfloat16", hardware, W)
-    us |= {f"library, {way}": each for way, each in unfused.items()}
-    for way in () if wire else fused_times.ways(op, W):
-        us[way] = fused_times.fused_time(op, M, N, K, "bfloat16", hardware, W, way).us
+    if asked or not sums:
+        unfused = library.unfused_us(op, M, N, K, "bfloat16", hardware, W)
+        us |= {f"library, {way}": each for way, each in unfused.items()}
+    for way in fused_times.ways(op, W):
+        made = fused_times.fused_time(op, M, N, K, "bfloat16", hardware, W, way, wire=wire)
+        us[way] = made.us
         for tiling in _tiles(hardware.chip):
             name = f"{way}, {tiling.block_m}x{tiling.block_n}"
-            made = fused_times.fused_time(op, M, N, K, "bfloat16", hardware, W, way, tiling)
+            made = fused_times.fused_time(
+                op, M, N, K, "bfloat16", hardware, W, way, tiling, wire=wire
+            )
             us[name] = made.us
     return min(regrets, key=lambda engine: regrets[engine]), us
 
@@ -171,20 +196,27 @@ def _tiles(chip: str) -> list[Tiling]:
 
 
 def collective(
-    op: Collective, nbytes: int, hardware: Hardware, W: int
+    op: Collective, nbytes: int, hardware: Hardware, W: int, *, asked: bool = False
 ) -> tuple[str, dict[str, float]]:
-    """What `auto` takes for a collective whose whole array has `nbytes`, and all candidates."""
+    """What `auto` takes for a collective whose whole array has `nbytes`, and all candidates.
+
+    Args:
+        asked: whether the switch may add up.
+    """
     fabric = hardware.fabric(W)
     piece = nbytes if op == "all_reduce" else -(-nbytes // W)
     config = collective_config(op, piece, W, on_gpus=True)
+    switch = asked or op == "all_gather"
     us = {"library, NCCL": protocols.nccl_us(op, nbytes, fabric)}
     us["one shot"] = protocols.kernel_us(op, nbytes, fabric)
     if op == "all_reduce" and W > 2:
         us["two shots"] = protocols.kernel_us(op, nbytes, fabric, two_shot=True)
-    if fabric.multicast and op != "all_to_all":
+    if switch and fabric.multicast and op != "all_to_all":
         us["library, NVLS"] = protocols.switch_us(op, nbytes, fabric, in_graph=True)
     kernel = "two shots" if config.two_shot else "one shot"
-    return kernel if is_quicker(op, piece, fabric, config)[0] else "library, NCCL", us
+    way, _, _ = quickest_way(op, piece, fabric, config, switch=switch)
+    names = {"triton": kernel, "switch": "library, NVLS", "generic": "library, NCCL"}
+    return names[way], us
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -209,18 +241,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = list(compared(args.ops.split(",")))
     limit = args.check or 1.05
     if args.json:
-        print(json.dumps([asdict(each) | {"ratio": each.ratio} for each in found], indent=1))
+        told = [
+            asdict(each)
+            | {"ratio": each.ratio}
+            | {"asked": each.asked._asdict() | {"ratio": each.asked.ratio}}
+            for each in found
+        ]
+        print(json.dumps(told, indent=1))
     else:
         table = "\n".join(summary(found, limit))
         print(table)
         if args.page:
             args.page.write_text(between_marks(args.page.read_text(), "never-slower", table))
-        slower = [each for each in found if each.ratio > limit]
-        for each in slower if args.all else ():
-            print(
-                f"{each.ratio:.2f} {each.op} {each.model} M={each.M} {each.ranks} x {each.chip}: "
-                f"{each.auto} {figure(each.auto_us)} us, {each.best} {figure(each.best_us)}"
-            )
+        for each in found if args.all else ():
+            for how, made in (("", _as_is(each)), (" (asked)", each.asked)):
+                if made.ratio > limit and (not how or each.op in _SUMS):
+                    print(
+                        f"{made.ratio:.2f}{how} {each.op} {each.model} M={each.M} {each.ranks} x "
+                        f"{each.chip}: {made.auto} {figure(made.auto_us)} us, {made.best} "
+                        f"{figure(made.best_us)}"
+                    )
     worst = max(found, key=lambda each: each.ratio)
     if args.check and worst.ratio > args.check:
         print(f"auto takes up to {worst.ratio:.2f} of the best, limit {limit:g}", file=sys.stderr)
@@ -233,20 +273,31 @@ def summary(found: Sequence[AutoChoice], limit: float = 1.05) -> list[str]:
     lines = []
     for op, chip in dict.fromkeys((each.op, each.chip) for each in found):
         mine = [each for each in found if (each.op, each.chip) == (op, chip)]
-        slower = [each for each in mine if each.ratio > limit]
-        worst = max(mine, key=lambda each: each.ratio)
-        by = ", ".join(
-            f"{sum(_kind(each) == kind for each in slower)} {kind}"
-            for kind in sorted({_kind(each) for each in slower})
-        )
-        at = f"{worst.model}, M = {worst.M}, {worst.ranks} ranks: {worst.auto}, {worst.best}"
-        lines.append((op, chip, str(len(mine)), str(len(slower)), by, f"{worst.ratio:.2f}", at))
-    names = ("op", "chip", "problems", f"over {limit:g}", "by", "worst", "of")
-    return list(markdown_lines(names, lines))
+        line = [op, chip, str(len(mine)), *_told(mine, [_as_is(each) for each in mine], limit)]
+        asked = _told(mine, [each.asked for each in mine], limit) if op in _SUMS else [""] * 4
+        lines.append((*line, *asked))
+    of = (f"over {limit:g}", "by", "worst", "of")
+    return list(
+        markdown_lines(("op", "chip", "problems", *of, *(f"asked: {n}" for n in of)), lines)
+    )
 
 
-def _kind(each: AutoChoice) -> str:
-    if each.best in ("generic", "triton", "host"):
-        return each.best
-    library, _, name = each.best.partition(", ")
+def _as_is(each: AutoChoice) -> Asked:
+    return Asked(each.auto, each.auto_us, each.best, each.best_us)
+
+
+def _told(mine: Sequence[AutoChoice], made: Sequence[Asked], limit: float) -> list[str]:
+    kinds = [_kind(each.best) for each in made if each.ratio > limit]
+    by = ", ".join(f"{kinds.count(kind)} {kind}" for kind in sorted(set(kinds)))
+    worst, at = max(zip(made, mine, strict=True), key=lambda pair: pair[0].ratio)
+    where = f"{at.model}, M = {at.M}, {at.ranks} ranks: {worst.auto}, {worst.best}"
+    if not kinds:
+        where = ""
+    return [str(len(kinds)), by, f"{worst.ratio:.2f}", where]
+
+
+def _kind(best: str) -> str:
+    if best in ("generic", "triton", "host"):
+        return best
+    library, _, name = best.partition(", ")
     return name if library == "library" else "tiles" if name else "launch"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import torch
 import triton
@@ -14,7 +15,7 @@ from weft.collectives.device.launches import launching, layouts_of
 from weft.collectives.kernels.kernel_collectives import exchange_kernel, reduce_kernel
 from weft.collectives.kernels.pieces import Pieces
 from weft.collectives.memory.workspace import Workspace, check_room, link_of
-from weft.collectives.protocols import Collective, Fabric, kernel_us, nccl_us
+from weft.collectives.protocols import Collective, Fabric, kernel_us, nccl_us, switch_us
 from weft.collectives.ranks.chunks import offsets
 
 REDUCED = (
@@ -24,6 +25,7 @@ REDUCED = (
 # By size in bytes: data that is only copied is copied in the widest words its addresses allow.
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 _SLOT_ALIGN = 128
+Kind = Literal["triton", "switch", "generic"]
 
 
 @dataclass(frozen=True)
@@ -79,34 +81,45 @@ def collective_config(op: str, nbytes: int, world_size: int, on_gpus: bool) -> C
 
 
 @lru_cache(maxsize=4096)
-def is_quicker(
-    op: Collective, nbytes: int, fabric: Fabric, config: CollectiveConfig
-) -> tuple[bool, str]:
-    """Whether a kernel is predicted to beat the process group's library on a GPU, and why.
+def quickest_way(
+    op: Collective, nbytes: int, fabric: Fabric, config: CollectiveConfig, *, switch: bool
+) -> tuple[Kind, float, str]:
+    """Which way is predicted to take the least on GPUs: "triton", a kernel of `kernel_collectives`,
+    "switch", one of `multimem`, or "generic", the process group's library; its us, and why.
 
     Args:
         nbytes: as for `collective_config`.
         fabric: the same on all ranks.
+        switch: whether the NVLink switch may add up or copy, where there is one.
     """
     W = fabric.ranks
-    room = workspace_bytes(nbytes, W, config)
-    if room > _MOST_ROOM:
-        return False, f"a kernel would need {room} bytes of workspace, more than {_MOST_ROOM}"
     whole = nbytes if op == "all_reduce" else nbytes * W
-    us = kernel_us(op, whole, fabric, two_shot=config.two_shot)
-    library = nccl_us(op, whole, fabric)
-    return us <= library or W == 1, f"predicted {us:.3g} us by a kernel, {library:.3g} by NCCL"
+    us: dict[Kind, float] = {}
+    room = workspace_bytes(nbytes, W, config)
+    if room <= _MOST_ROOM:
+        us["triton"] = kernel_us(op, whole, fabric, two_shot=config.two_shot)
+    if switch and fabric.multicast and op != "all_to_all" and whole <= _MOST_ROOM // 2:
+        us["switch"] = switch_us(op, whole, fabric, in_graph=True)
+    if W > 1 or not us:
+        us["generic"] = nccl_us(op, whole, fabric)
+    best = min(us, key=lambda kind: us[kind])
+    names = {"triton": "by a kernel", "switch": "by the switch", "generic": "by NCCL"}
+    told = ", ".join(f"{us[kind]:.3g} us {names[kind]}" for kind in us)
+    if room > _MOST_ROOM:
+        told += f"; a kernel would need {room} bytes of workspace, more than {_MOST_ROOM}"
+    return best, us[best], f"predicted {told}"
 
 
-def _slot_bytes(nbytes: int) -> int:
+def piece_room(nbytes: int) -> int:
+    """Of a half of the workspace, what a piece of `nbytes` takes."""
     return -(-nbytes // _SLOT_ALIGN) * _SLOT_ALIGN
 
 
 def workspace_bytes(nbytes: int, world_size: int, config: CollectiveConfig) -> int:
     """Symmetric memory that a call needs on each rank; `nbytes` as for `collective_config`."""
     if config.two_shot:
-        return 2 * world_size * _slot_bytes(-(-nbytes // world_size) + 16)
-    return world_size * _slot_bytes(nbytes)
+        return 2 * world_size * piece_room(-(-nbytes // world_size) + 16)
+    return world_size * piece_room(nbytes)
 
 
 def alignment(itemsize: int, addresses: Sequence[int], counts: Sequence[int]) -> int:
@@ -165,7 +178,7 @@ def launch_exchange(
             Pieces(words(send_at), words(sends)),
             Pieces(words(receive_at), words(receives)),
             link_of(ws),
-            _slot_bytes(widest * size) // word,
+            piece_room(widest * size) // word,
             ws.rank,
             WORLD_SIZE=ws.world_size,
             BLOCK=config.block_bytes // word,
@@ -236,7 +249,7 @@ def launch_reduce(
             x,
             Pieces(starts, shares),
             link_of(ws),
-            _slot_bytes(widest * itemsize) // itemsize,
+            piece_room(widest * itemsize) // itemsize,
             ws.rank,
             WORLD_SIZE=W,
             BLOCK=config.block_bytes // itemsize,

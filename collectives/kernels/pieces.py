@@ -22,7 +22,7 @@ class Pieces(NamedTuple):
 
 
 @triton.jit
-def _slot_ptr(link, owner, slot, slot_size, generation, dtype: tl.constexpr):
+def piece_slot(link, owner, slot, slot_size, generation, dtype: tl.constexpr):
     """Where a slot of `owner` begins or, from slot W on, a finished piece."""
     half = signals.half_ptr(link.buffer_ptrs, owner, generation, link.half_bytes, dtype)
     return tl.multiple_of(half + slot * tl.cast(slot_size, tl.int64), 16)
@@ -75,7 +75,7 @@ def send_pieces(
 ):
     """Step 1: store each peer's piece of x in its slot `rank`, and signal all."""
     lanes, peers = signals.peer_lanes(rank + 1, WORLD_SIZE)
-    slots = _slot_ptr(link, peers, rank, slot_size, generation, x_ptr.dtype.element_ty)
+    slots = piece_slot(link, peers, rank, slot_size, generation, x_ptr.dtype.element_ty)
     sizes = tl.where(lanes < WORLD_SIZE - 1, element(pieces.sizes, peers, WORLD_SIZE), 0)
     copy_pieces(slots, piece_ptr(x_ptr, pieces, peers, WORLD_SIZE, ALIGN), sizes, BLOCK, ALIGN)
     signals.signal_peers(link.signal_ptrs, rank, WORLD_SIZE, 0, tl.program_id(0), generation)
@@ -100,7 +100,7 @@ def receive_pieces(
     ):
         lanes, peers = signals.peer_lanes(rank + 1, WORLD_SIZE)
         dtype: tl.constexpr = out_ptr.dtype.element_ty
-        slots = _slot_ptr(link, rank, PHASE * WORLD_SIZE + peers, slot_size, generation, dtype)
+        slots = piece_slot(link, rank, PHASE * WORLD_SIZE + peers, slot_size, generation, dtype)
         sizes = tl.where(lanes < WORLD_SIZE - 1, element(pieces.sizes, peers, WORLD_SIZE), 0)
         into = piece_ptr(out_ptr, pieces, peers, WORLD_SIZE, ALIGN)
         copy_pieces(into, slots, sizes, BLOCK, ALIGN)
@@ -145,7 +145,7 @@ def reduce_elements(
 ):
     """Reduce elements `offs` of all ranks' pieces for this one, in rank order, and store them."""
     dtype: tl.constexpr = own_ptr.dtype.element_ty
-    slots = _slot_ptr(link, rank, 0, slot_size, generation, dtype)
+    slots = piece_slot(link, rank, 0, slot_size, generation, dtype)
     half: tl.constexpr = dtype == tl.float16 or dtype == tl.bfloat16
     wide: tl.constexpr = tl.float32 if half else dtype
     total = _term(own_ptr, slots, slot_size, offs, mask, rank, 0, ALIGN).to(wide)
@@ -160,5 +160,5 @@ def reduce_elements(
     if TWO_SHOT:
         for step in range(1, WORLD_SIZE):
             peer = (rank + step) % WORLD_SIZE
-            finished = _slot_ptr(link, peer, WORLD_SIZE + rank, slot_size, generation, dtype)
+            finished = piece_slot(link, peer, WORLD_SIZE + rank, slot_size, generation, dtype)
             tl.store(finished + offs, total, mask=mask)

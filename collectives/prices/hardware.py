@@ -413,12 +413,13 @@ def measured(name: str, family: str, rates: Machine, ranks: int) -> Hardware:
         if f"torch.{dtype}" in rates.flops
     }
     links = max(ranks - 1, 1) if preset.topology == "mesh" else 1
-    library = PROTOCOLS[-1].share * preset.link_bandwidth * links / 1e6
+    link = rates.copy * 1e6 / preset.link_sustained  # of which collectives' kernels have a share
+    library = PROTOCOLS[-1].share * link * links / 1e6
     return replace(
         preset,
         flops=preset.flops | measured_flops,
         sustained=sustained,
-        link_sustained=rates.copy * 1e6 / preset.link_bandwidth,
+        link_bandwidth=link,
         link_reached=rates.wire / library,
         link_latency_us=max(rates.sync_us - preset.launch_us, 0.2) / 2,
     )

@@ -338,9 +338,12 @@ def _collective_launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, 
             pull.launch_pull(x, torch.empty_like(x[:, :128]), ws, table, publish=True)
         yield from ((case, launch) for launch in caught)
     if chip.descriptors and dtype in multimem.DTYPES:  # of the same generation as multicast
+        part, sizes = x[:128], [128 * 1024] * _W
         with catching(multimem) as caught:
-            multimem.launch_all_reduce(x, x, ws)
-        yield "by the switch", caught[0]
+            multimem.launch_switched("all_gather", part, x, ws, sizes)
+            multimem.launch_switched("reduce_scatter", x, part, ws, sizes)
+            multimem.launch_switched("all_reduce", x, x, ws, sizes)
+        yield from (("by the switch", launch) for launch in caught)
 
 
 def _norm_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, Launch]]:

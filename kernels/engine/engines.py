@@ -23,7 +23,7 @@ from weft import settings
 from weft.collectives import Group, cost
 from weft.collectives.prices import between_hosts, hardware, library
 from weft.collectives.prices.hardware import Hardware
-from weft.collectives.protocols import COLLECTIVE_OF, moved_bytes, nccl_us
+from weft.collectives.protocols import COLLECTIVE_OF, moved_bytes
 from weft.collectives.ranks.caches import KeptDict
 from weft.collectives.ranks.group import kept_by_group
 from weft.collectives.ranks.reports import check_all
@@ -149,7 +149,7 @@ def refuse_second_order(op: str) -> None:
 
 
 # Predicting takes 25 us, longer than a small call, so it is done once for each shape.
-_choices = KeptDict[tuple[Problem, Group, torch.device], tuple[RunnableEngine, str]](
+_choices = KeptDict[tuple[Problem, Group, torch.device, bool], tuple[RunnableEngine, str]](
     4096, f"{__name__}._choices"
 )
 kept_by_group.append(_choices)
@@ -159,7 +159,7 @@ cost.kept_by_rates.append(_choices)
 def _remembered(problem: Problem, group: Group, device: torch.device) -> tuple[RunnableEngine, str]:
     if group.virtual is not None:  # its rates may differ in the next run
         return _cheapest(problem, group, device)
-    key = problem, group, device
+    key = problem, group, device, settings.multimem()
     choice = _choices.get(key)
     if choice is None:
         choice = _choices[key] = _cheapest(problem, group, device)
@@ -382,9 +382,9 @@ def _fused_matmul(
     """By the closed forms that virtual time is held against."""
     W, dtype = group.world_size, fused_times.dtype_name(problem.dtype)
     chip = hardware_of(group, device)
-    sizes = problem.op, problem.M, problem.N, problem.K
-    made = fused_times.fused_time(*sizes, dtype, chip, W, wire=problem.wire_dtype)
-    nbytes = fused_times.sent_bytes(*sizes, dtype, W, made.way, problem.wire_dtype)
+    switch = settings.multimem()
+    made = kernel_time(problem, chip, W, switch)
+    nbytes = made.link_us * chip.link_rate(W)
     rate = f"at {chip.flops[dtype] * chip.sustained / 1e12:.3g} TFLOP/s"
     flop = f"2 x {problem.M} x {problem.N} x {problem.K} flop {rate}"
     parts = (
@@ -392,8 +392,8 @@ def _fused_matmul(
         Part("transfers", made.link_us, f"{_mib(nbytes)} at {chip.link_rate(W) / 1e3:.3g} GB/s"),
         Part("not hidden", made.us - max(made.matmul_us, made.link_us), made.way),
     )
-    most = regrets(problem, chip, W)
-    apart = unfused_parts(problem, chip, W)
+    most = regrets(problem, chip, W, switch)
+    apart = unfused_parts(problem, chip, W, switch)
     rule = "the longer of matmul and transfers, then the rest"
     prices: dict[RunnableEngine, Price] = {
         "triton": Price(made.us, most["triton"], parts, rule),
@@ -405,17 +405,46 @@ def _fused_matmul(
     return prices
 
 
-def unfused_parts(problem: Problem, chip: Hardware, W: int) -> tuple[Part, ...]:
-    """A matmul by the library, and the process group's collective: the generic engine."""
+def kernel_time(problem: Problem, chip: Hardware, W: int, switch: bool) -> fused_times.FusedTime:
+    """The kernel as it is launched; where the switch may add up, by that if it is quicker."""
+    sizes = problem.op, problem.M, problem.N, problem.K, fused_times.dtype_name(problem.dtype)
+    wire, of = problem.wire_dtype, problem.dtype
+    if of.itemsize == 1:
+        of = torch.bfloat16  # the result
+    made = fused_times.fused_time(*sizes, chip, W, wire=wire)
+    # Of 24 bits, in which half precision travels by itself, the switch can add up nothing.
+    if not switch or made.way != "two shots" or (problem.dtype.itemsize < 4 and wire is None):
+        return made
+    sent, shown = (problem.M * problem.N * each for each in ((wire or of).itemsize, of.itemsize))
+    if not fused_times.adds_by_switch(sent, shown, chip.fabric(W)):
+        return made
+    return fused_times.fused_time(*sizes, chip, W, "by the switch", wire=wire)
+
+
+def unfused_parts(
+    problem: Problem, chip: Hardware, W: int, switch: bool = False
+) -> tuple[Part, ...]:
+    """A matmul by the library, and the quickest collective: the generic engine under "auto".
+
+    Args:
+        switch: whether the NVLink switch may add up, in an order of its own.
+    """
+    from weft.collectives.kernels import collective_launch as kernels
+
     M, N, K, op = problem.M, problem.N, problem.K, COLLECTIVE_OF[problem.op]
     size, dtype = problem.dtype.itemsize, fused_times.dtype_name(problem.dtype)
     summed = op != "all_gather"
     wire = problem.wire_dtype.itemsize if problem.wire_dtype else max(size, 4)
     nbytes = moved_bytes(problem.op, M, N, K, wire if summed else size)
+    piece = nbytes if op == "all_reduce" else -(-nbytes // W)
+    config = kernels.collective_config(op, piece, W, on_gpus=True)
+    may_switch = size > 1 and (switch or not summed)
+    way, us, _ = kernels.quickest_way(op, piece, chip.fabric(W), config, switch=may_switch)
+    by = {"triton": "a kernel", "switch": "the switch", "generic": "NCCL"}[way]
     matmul = library.matmul_us(chip, M, N, K, dtype)
     parts = [
         Part("matmul", matmul, f"2 x {M} x {N} x {K} flop by the library"),
-        Part("collective", nccl_us(op, nbytes, chip.fabric(W)), f"{op} of {_mib(nbytes)} by NCCL"),
+        Part("collective", us, f"{op} of {_mib(nbytes)} by {by}"),
     ]
     if summed and size < wire:
         rows = M // W if op == "reduce_scatter" else M
@@ -429,11 +458,16 @@ def unfused_parts(problem: Problem, chip: Hardware, W: int) -> tuple[Part, ...]:
 _OWN_SIZES = (1.0, 2.0, 4.0)
 
 
-def regrets(problem: Problem, chip: Hardware, W: int) -> dict[RunnableEngine, float]:
+def regrets(
+    problem: Problem, chip: Hardware, W: int, switch: bool = False
+) -> dict[RunnableEngine, float]:
     """The most that each engine takes of the quickest one's time, over sizes of the dim that only a
     rank itself knows: the columns of a weight in a gather, the contraction in a sum.
+
+    Args:
+        switch: whether the NVLink switch may add up.
     """
-    return dict(_regrets(_with_own(problem, 1.0), chip, W))
+    return dict(_regrets(_with_own(problem, 1.0), chip, W, switch))
 
 
 def _with_own(problem: Problem, part: float) -> Problem:
@@ -444,14 +478,15 @@ def _with_own(problem: Problem, part: float) -> Problem:
 
 
 @lru_cache(maxsize=4096)
-def _regrets(problem: Problem, chip: Hardware, W: int) -> tuple[tuple[RunnableEngine, float], ...]:
+def _regrets(
+    problem: Problem, chip: Hardware, W: int, switch: bool
+) -> tuple[tuple[RunnableEngine, float], ...]:
     most: dict[RunnableEngine, float] = {"triton": 0.0, "generic": 0.0}
     for part in _OWN_SIZES:
         tried = _with_own(problem, part / W)
-        sizes = tried.op, tried.M, tried.N, tried.K, fused_times.dtype_name(tried.dtype)
         us: dict[RunnableEngine, float] = {
-            "triton": fused_times.fused_time(*sizes, chip, W, wire=tried.wire_dtype).us,
-            "generic": sum(each.us for each in unfused_parts(tried, chip, W)),
+            "triton": kernel_time(tried, chip, W, switch).us,
+            "generic": sum(each.us for each in unfused_parts(tried, chip, W, switch)),
         }
         for engine, each in us.items():
             most[engine] = max(most[engine], each / min(us.values()))

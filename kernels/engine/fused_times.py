@@ -18,6 +18,7 @@ import torch
 
 from weft.collectives.prices import library
 from weft.collectives.prices.hardware import Hardware
+from weft.collectives.protocols import KERNEL_US, Fabric, switch_us, two_shot_us
 from weft.kernels.engine import kernel_rates
 from weft.kernels.engine.chips import (
     ONE_SHOT_BYTES,
@@ -64,6 +65,7 @@ _WAYS = {
     "chunks": _Way(0.16, 0.0, 0.9, 8.0),  # a tile of each program, which take turns
     "one shot": _Way(0.56, 0.24, 0.0, 2.8),
     "two shots": _Way(1.4, 0.1, 0.0, 4.0),  # all ranks played, 16 to 64 rows
+    "by the switch": _Way(1.4, 0.1, 0.0, 4.0),  # as two shots: virtual time has no switch
 }
 
 
@@ -153,6 +155,10 @@ def fused_time(
     port = hardware.link_rate(ranks)
     link = sent_bytes(op, M, N, K, dtype, ranks, way, wire)
     link /= port
+    if way == "by the switch":
+        most = max(of.itemsize, 2, wire.itemsize if wire else 4)
+        fabric = hardware.fabric(ranks)
+        link = switch_us("all_reduce", M * N * most, fabric, in_graph=True) - KERNEL_US
     latency, fill = hardware.hbm_latency_us + 2 * hardware.link_latency_us, 0.0
     if op == "all_gather_matmul":
         at_once = min(_STREAMS, ranks - 1)
@@ -174,6 +180,17 @@ def fused_time(
     us += cost.tiles * tile + cost.fills * fill
     us += parts + hardware.launch_us + cost.exchanges * latency
     return FusedTime(way, matmul, link, us, rate, told)
+
+
+def adds_by_switch(sent: float, shown: float, fabric: Fabric) -> bool:
+    """Whether the switch, where it may, is predicted to add up partial sums of `sent` bytes, and to
+    give sums of `shown` bytes to all, sooner than two shots: a link carries every byte of the
+    larger once.
+    """
+    if not fabric.multicast:
+        return False
+    switched = switch_us("all_reduce", max(sent, shown), fabric, in_graph=True)
+    return switched < two_shot_us((sent + shown) / 2, fabric, in_graph=True)
 
 
 def _parts_us(hardware: Hardware, nbytes: int, count: int, split: int) -> float:

@@ -51,7 +51,7 @@ from weft.collectives import Workspace
 from weft.collectives.device import signals
 from weft.collectives.device.launches import launching
 from weft.collectives.memory.workspace import check_room, link_of
-from weft.collectives.protocols import Fabric, switch_us, two_shot_us
+from weft.collectives.protocols import Fabric
 from weft.kernels.device import partial_sums, summed_tiles, tiles
 from weft.kernels.device.partial_sums import wire_of
 from weft.kernels.device.summed_tiles import Products, SumConfig, slot_bytes, tile_count
@@ -65,6 +65,7 @@ from weft.kernels.engine.chips import (
     sum_tiling_for,
 )
 from weft.kernels.engine.fp8 import Scaling
+from weft.kernels.engine.fused_times import adds_by_switch
 from weft.kernels.matmul import one_shot_kernel
 
 
@@ -109,12 +110,10 @@ def switched_config(
     """The launch where the switch adds up; None if it cannot, or others are predicted quicker."""
     M, wire = x.shape[0], wire_of(out_dtype, wire_dtype)
     config = all_reduce_config(M, N, x.dtype, links.ranks, chip_of(x.device))
-    if not links.multicast or wire.bits == 24 or not isinstance(config, TwoShotConfig):
+    if wire.bits == 24 or not isinstance(config, TwoShotConfig):
         return None
     sent, shown = M * N * wire.bits / 8, M * N * out_dtype.itemsize
-    switched = switch_us("all_reduce", max(sent, shown), links, in_graph=True)
-    others = two_shot_us((sent + shown) / 2, links, in_graph=True)
-    return replace(config, by_switch=True) if switched < others else None
+    return replace(config, by_switch=True) if adds_by_switch(sent, shown, links) else None
 
 
 def workspace_bytes(

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ import torch.distributed as dist
 
 import weft
 from weft import collectives, settings, sim
-from weft.collectives import protocols, resolve, workspace
-from weft.collectives.kernels import collective_launch, pull
+from weft.collectives import movement, protocols, resolve, workspace
+from weft.collectives.kernels import collective_launch, multimem, pull
 from weft.collectives.kernels.pull_boxes import Box, BoxTable, table_of
 from weft.collectives.prices.hardware import named
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
@@ -195,7 +196,8 @@ def test_kernels_are_chosen_by_price_where_there_is_room(
     for shift in range(10, 32):
         nbytes = 1 << shift
         config = collective_launch.collective_config(op, nbytes, W, on_gpus=True)
-        taken.append(collective_launch.is_quicker(op, nbytes, fabric, config)[0])
+        way, took, _ = collective_launch.quickest_way(op, nbytes, fabric, config, switch=False)
+        taken.append(way == "triton")
         if collective_launch.workspace_bytes(nbytes, W, config) > 128 << 20:
             assert not taken[-1]
             continue
@@ -203,10 +205,64 @@ def test_kernels_are_chosen_by_price_where_there_is_room(
         us = protocols.one_shot_us(nbytes, fabric, in_graph=True)
         if config.two_shot:
             us = protocols.two_shot_us(nbytes, fabric, in_graph=True)
-        assert taken[-1] == (us <= protocols.nccl_us(op, whole, fabric))
+        library = protocols.nccl_us(op, whole, fabric)
+        assert taken[-1] == (us <= library) and took == min(us, library)
     assert taken == sorted(taken, reverse=True)
     assert taken[0]
     assert not taken[-1]
+
+
+def test_the_switch_is_offered_where_it_may_add_up() -> None:
+    """Halves of 16 MiB on 8 H100, whose switch is the quickest way; none on MI300X."""
+    for op in ("all_gather", "reduce_scatter", "all_reduce"):
+        nbytes = 16 << 20 if op == "all_reduce" else 2 << 20
+        config = collective_launch.collective_config(op, nbytes, 8, on_gpus=True)
+        for chip, switch, want in (
+            ("h100", True, True),
+            ("h100", False, False),
+            ("mi300x", True, 0),
+        ):
+            fabric = named(chip).fabric(8)
+            way, us, why = collective_launch.quickest_way(op, nbytes, fabric, config, switch=switch)
+            assert (way == "switch") == want
+            assert ("by the switch" in why) == want
+            if want:
+                assert us == protocols.switch_us(op, 16 << 20, fabric, in_graph=True)
+    x = torch.empty(4)
+    assert not movement._switch_may("all_gather", x, None)  # on a CPU
+    with mock.patch.object(torch.Tensor, "is_cuda", True):
+        assert movement._switch_may("all_gather", x, None)
+        assert not movement._switch_may("reduce_scatter", x, "sum")
+        with mock.patch.dict("os.environ", {"WEFT_MULTIMEM": "1"}):
+            assert movement._switch_may("reduce_scatter", x, "sum")
+            assert not movement._switch_may("reduce_scatter", x, "max")
+        assert not movement._switch_may("all_gather", x.int(), None)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("dtype", multimem.DTYPES)
+def test_collectives_by_the_switch(dtype: torch.dtype) -> None:
+    """Every rank's memory stands for it; uneven and empty pieces, addresses that differ."""
+    rank, W = dist.get_rank(), dist.get_world_size()
+    for sizes in ([5, 0, 70], [0, 0, 1], [32, 32, 32], [33, 31, 2]):
+        nbytes = max(max(sizes), -(-sum(sizes) // W) + 8) * dtype.itemsize
+        ws = workspace(None, multimem.workspace_bytes("all_reduce", nbytes, W), channel="switched")
+        every = [torch.arange(sum(sizes) + 2 * r).remainder(7).to(dtype)[2 * r :] for r in range(W)]
+        total = sum(every[1:], every[0])
+        for _ in range(3):
+            shards = [x[:size] for x, size in zip(every, sizes, strict=True)]
+            out = torch.full((sum(sizes) + 1,), 77).to(dtype)
+            multimem.launch_switched("all_gather", shards[rank], out[1:], ws, sizes, 32)
+            ws.launched("all_gather")
+            assert torch.equal(out[1:], torch.cat(shards)) and out[0] == 77
+            out = torch.full((sizes[rank] + 1,), 77).to(dtype)
+            multimem.launch_switched("reduce_scatter", every[rank], out[1:], ws, sizes, 32)
+            ws.launched("reduce_scatter")
+            assert torch.equal(out[1:], total.split(sizes)[rank]) and out[0] == 77
+            x, shares = every[rank].clone(), multimem.vector_shares(sum(sizes), dtype.itemsize, W)
+            multimem.launch_switched("all_reduce", x, x, ws, shares, 32)
+            ws.launched("all_reduce")
+            assert torch.equal(x, total)
 
 
 @pytest.mark.parametrize(

@@ -656,23 +656,31 @@ def test_compiled_attention(gpu_ranks: GpuRanks) -> None:
 
 
 def switch_body() -> bool:
-    """The switch's sums, where there is one: exact for small integers."""
+    """The switch's sums and copies, where there is one: exact for small integers."""
     from weft.collectives import workspace
     from weft.collectives.kernels import multimem
 
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank, W = dist.get_rank(), dist.get_world_size()
     for dtype in multimem.DTYPES:
         for count in (1, 1000, 300_001):
-            nbytes = multimem.workspace_bytes(count * dtype.itemsize, world_size)
+            sizes = multimem.vector_shares(count, dtype.itemsize, W)
+            nbytes = multimem.workspace_bytes("all_reduce", max(sizes) * dtype.itemsize, W)
             ws = workspace(None, nbytes, channel="multimem", device="cuda")
             if not ws.buffer.multicast_ptr:
                 return False
             x = (torch.arange(count, device="cuda") % 5 + rank).to(dtype)
-            out = torch.empty_like(x)
-            multimem.launch_all_reduce(x, out, ws)
+            total = sum(torch.arange(count, device="cuda") % 5 + r for r in range(W))
+            expected = torch.as_tensor(total).to(dtype)
+            part, out = x.new_empty(sizes[rank]), torch.empty_like(x)
+            multimem.launch_switched("reduce_scatter", x, part, ws, sizes)
+            ws.launched("reduce_scatter")
+            assert torch.equal(part, expected.split(sizes)[rank])
+            multimem.launch_switched("all_gather", part, out, ws, sizes)
+            ws.launched("all_gather")
+            assert torch.equal(out, expected)
+            multimem.launch_switched("all_reduce", x, x, ws, sizes)
             ws.launched("all_reduce")
-            expected = sum(torch.arange(count, device="cuda") % 5 + r for r in range(world_size))
-            assert torch.equal(out, torch.as_tensor(expected).to(dtype))
+            assert torch.equal(x, expected)
     return True
 
 
