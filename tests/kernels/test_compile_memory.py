@@ -1,7 +1,10 @@
-"""What rewritten graphs hold: no more at once, and no more for the backward, than torch's."""
+"""What rewritten graphs hold: no more for the backward than torch's, and at once no more than that
+and one result, as a fused op needs together what torch's graph may make and drop in turn.
+"""
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -31,26 +34,47 @@ def storages(node: Node) -> dict[int, int]:
     return {each._cdata: each.nbytes() for each in found}
 
 
-def most_held(graph: Graph) -> tuple[int, int]:
-    """Bytes alive at once, where all is freed behind its last use; and of what is returned."""
+def is_kernel(node: Node) -> bool:
+    """Whether it is no part of a kernel that Inductor generates, but a call of its own."""
+    schema = getattr(node.target, "_schema", None)
+    name = schema.name if schema is not None else ""
+    own = name.startswith(("weft::", "_c10d_functional::")) and not name.endswith("wait_tensor")
+    return own or name.endswith(("mm", "addmm")) or "attention" in name
+
+
+def most_held(graph: Graph) -> tuple[int, int, int]:
+    """Bytes alive at once, where all is freed behind its last use; of what is returned; and of the
+    largest result of a kernel.
+
+    What only generated kernels make and take does not reach memory: it is made where it is needed.
+    """
     nodes = list(graph.nodes)
+    order = {node: i for i, node in enumerate(nodes)}
+    makes = {node for node in nodes if node.op == "placeholder" or is_kernel(node)}
+    for node in [*makes, nodes[-1]]:
+        makes.update(n for n in node.all_input_nodes if n.target != operator.getitem)
+    until: dict[Node, int] = {}
     last: dict[int, int] = {}
-    for i, node in enumerate(nodes):
-        for each in (node, *node.all_input_nodes):
-            last |= dict.fromkeys(storages(each), i)
+    for node in reversed(nodes):
+        uses = [order[u] if u in makes or u.op == "output" else until[u] for u in node.users]
+        until[node] = max([order[node], *uses])
+        for each in storages(node):
+            last[each] = max(last.get(each, 0), until[node])
     returned: dict[int, int] = {}
     for node in nodes[-1].all_input_nodes:
         returned |= storages(node)
     alive: dict[int, int] = {}
     most = 0
     for i, node in enumerate(nodes):
-        alive |= storages(node)
+        if node in makes:
+            alive |= storages(node)
         most = max(most, sum(alive.values()))
         alive = {key: size for key, size in alive.items() if last[key] > i}
-    return most, sum(returned.values())
+    largest = max(size for node in nodes if is_kernel(node) for size in storages(node).values())
+    return most, sum(returned.values()), largest
 
 
-def by_pass(counts: list[list[tuple[int, int]]]) -> Any:
+def by_pass(counts: list[list[tuple[int, int, int]]]) -> Any:
     """A backend that counts before and after the pass."""
 
     def compiled(module: Any, _: Any) -> Any:
@@ -62,8 +86,8 @@ def by_pass(counts: list[list[tuple[int, int]]]) -> Any:
     return aot_autograd(fw_compiler=compiled)
 
 
-def counted(kind: str) -> list[list[tuple[int, int]]]:
-    counts: list[list[tuple[int, int]]] = []
+def counted(kind: str) -> list[list[tuple[int, int, int]]]:
+    counts: list[list[tuple[int, int, int]]] = []
     model, x = dtensor_model(kind)
     held(model, x, by_pass(counts))
     return counts
@@ -74,11 +98,11 @@ def test_no_more_is_held_than_by_torch(ranks: Any) -> None:
         for counts in ranks(2, counted, kind):
             assert len(counts) == 2
             for before, after in counts:
-                assert after[0] <= before[0] + FEW, (kind, counts)
-                assert after[1] <= before[1] + FEW, (kind, counts)
+                assert after[0] <= before[0] + before[2] + FEW, (kind, counts)
+                assert after[1] <= before[1], (kind, counts)
 
 
-def gathers_again() -> list[tuple[int, int]]:
+def gathers_again() -> list[tuple[int, int, int]]:
     """A graph that gathers, and drops what is gathered: the pass may not keep it."""
     graph = Graph()
     with torch._subclasses.FakeTensorMode():
@@ -106,5 +130,5 @@ def gathers_again() -> list[tuple[int, int]]:
 
 def test_what_is_gathered_is_not_held(ranks: Any) -> None:
     for before, after in ranks(2, gathers_again):
-        # x, w, both ranks' x and the product; then x, w and the product.
-        assert before[0] == 4 * (256 + 512 + 512 + 64) and after[0] == 4 * (256 + 512 + 64)
+        # x, w and both ranks' x; then x, w and the product.
+        assert before[0] == 4 * (256 + 512 + 512) and after[0] == 4 * (256 + 512 + 64)

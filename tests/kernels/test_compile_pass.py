@@ -304,7 +304,14 @@ def into_given() -> list[Any]:
     graphs: list[Receipts] = []
     torch.manual_seed(0)
     rows = torch.randn(3, B, H, generator=torch.Generator().manual_seed(dist.get_rank()))
-    held(IntoGiven(), rows, by_pass(True, graphs))
+    model = IntoGiven()
+    if torch.__version__ >= "2.12":
+        held(model, rows, by_pass(True, graphs))
+    else:  # torch 2.11 makes zeros of the gradients of what is written to
+        torch._dynamo.reset()
+        with torch.no_grad():
+            made = torch.compile(model, backend=by_pass(True, graphs), fullgraph=True)(rows)
+            torch.testing.assert_close(made, model(rows), rtol=2e-5, atol=2e-5)
     up = torch.randn(H, F)
 
     def of_list(x: torch.Tensor) -> torch.Tensor:
@@ -321,7 +328,8 @@ def into_given() -> list[Any]:
 def test_collectives_into_given_tensors(ranks: Any) -> None:
     for found in ranks(2, into_given):
         both = ["all_gather_matmul", "matmul_reduce_scatter"]
-        assert found == [both, both, ["all_gather_matmul"]]
+        assert found == [both] * (len(found) - 1) + [["all_gather_matmul"]]
+        assert len(found) == (3 if torch.__version__ >= "2.12" else 2)
 
 
 def batches() -> list[Any]:
