@@ -341,7 +341,15 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     Example:
         >>> print(weft.explain(lambda: weft.all_gather_matmul(x, w)))
         all_gather_matmul(8x8 @ 8x8, 2 ranks): host, predicted 71 us against 355 us for generic
+
+    Raises:
+        TypeError: `fn` cannot be called.
     """
+    if not callable(fn):
+        raise TypeError(
+            f"explain calls what it explains: weft.explain(layer, x), or weft.explain(lambda: "
+            f"layer(x)), got a {type(fn).__name__}"
+        )
     if not args and not kwargs and compiled_parts(fn):
         explanation = Explanation()
         explanation.result = None

@@ -91,7 +91,7 @@ Drawn = Callable[..., torch.Tensor]  # normally distributed, of the sizes that i
 
 
 @dataclass
-class _Problem:
+class _DrawnProblem:
     """What one rank has and must do.
 
     Attributes:
@@ -127,7 +127,7 @@ def launches_of(
 def prepare(spec: Spec, options: Options) -> Prepared:
     """One op on one shape, on this rank."""
     group, device = resolve(None), torch.device(options.device)
-    build: Callable[..., _Problem] = {
+    build: Callable[..., _DrawnProblem] = {
         "all_gather_matmul": _gathered,
         "matmul_reduce_scatter": _scattered,
         "matmul_all_reduce": _reduced,
@@ -186,7 +186,7 @@ def prepare(spec: Spec, options: Options) -> Prepared:
     )
 
 
-def _prices(op: str, problem: _Problem, group: Group, device: torch.device) -> dict[str, Any]:
+def _prices(op: str, problem: _DrawnProblem, group: Group, device: torch.device) -> dict[str, Any]:
     """What the cost model expects of each engine, as plain values."""
     (M, K), N, dtype = problem.local.shape, len(problem.w), problem.local.dtype
     call = engines.Problem(op, M, N, K, dtype, problem.moved_bytes)
@@ -199,7 +199,7 @@ def _alike(first: torch.Tensor) -> list[torch.Tensor]:
     return [first, *(torch.randn_like(first) for _ in range(INPUTS - 1))]
 
 
-def _gathered(group: Group, M: int, N: int, K: int, drawn: Drawn) -> _Problem:
+def _gathered(group: Group, M: int, N: int, K: int, drawn: Drawn) -> _DrawnProblem:
     import torch.distributed._symmetric_memory  # registers torch.ops.symm_mem
 
     rows, columns = chunk_sizes(M, group.world_size), chunk_sizes(N, group.world_size)
@@ -217,7 +217,7 @@ def _gathered(group: Group, M: int, N: int, K: int, drawn: Drawn) -> _Problem:
         y: torch.Tensor = op(x, [w], 0, group.pg.group_name, return_A=False)[1][0]
         return y
 
-    return _Problem(
+    return _DrawnProblem(
         x,
         w,
         x_whole,
@@ -239,7 +239,7 @@ def _columns(
     return x, w, lambda: x_whole.double() @ w_whole.double().t()
 
 
-def _scattered(group: Group, M: int, N: int, K: int, drawn: Drawn) -> _Problem:
+def _scattered(group: Group, M: int, N: int, K: int, drawn: Drawn) -> _DrawnProblem:
     import torch.distributed._symmetric_memory  # registers torch.ops.symm_mem
 
     x, w, whole = _columns(group, M, N, K, drawn)
@@ -255,7 +255,7 @@ def _scattered(group: Group, M: int, N: int, K: int, drawn: Drawn) -> _Problem:
         y: torch.Tensor = op(x, w, "sum", 0, group.pg.group_name)
         return y
 
-    return _Problem(
+    return _DrawnProblem(
         x,
         w,
         x,
@@ -267,7 +267,7 @@ def _scattered(group: Group, M: int, N: int, K: int, drawn: Drawn) -> _Problem:
     )
 
 
-def _reduced(group: Group, M: int, N: int, K: int, drawn: Drawn) -> _Problem:
+def _reduced(group: Group, M: int, N: int, K: int, drawn: Drawn) -> _DrawnProblem:
     import torch.distributed._symmetric_memory as memory  # registers torch.ops.symm_mem
 
     x, w, whole = _columns(group, M, N, K, drawn)
@@ -289,7 +289,7 @@ def _reduced(group: Group, M: int, N: int, K: int, drawn: Drawn) -> _Problem:
         return y
 
     W = group.world_size
-    return _Problem(
+    return _DrawnProblem(
         x,
         w,
         x,

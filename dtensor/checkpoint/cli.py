@@ -44,7 +44,7 @@ _MOST_FILES = 1 << 16
 _MOST_DIGITS = 5  # of a size of the mesh
 
 
-class _Bar:
+class _ProgressLine:
     """A progress bar on a terminal; nothing elsewhere."""
 
     def __init__(self, what: str, total: int) -> None:
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _info(args.path, args.check)
         stored = Stored(args.path)
         if args.command == "merge":
-            left_out = merge(stored, args.out, _Bar("merge", stored.nbytes))
+            left_out = merge(stored, args.out, _ProgressLine("merge", stored.nbytes))
             print(f"{args.out}: {len(stored.tensors)} tensors, {_size(stored.nbytes)}")
             if left_out:
                 names = printable(", ".join(sorted(left_out)))
@@ -144,7 +144,7 @@ def _info(path: Path, check: bool) -> int:
     print(f"{len(stored.tensors)} tensors, {_size(stored.nbytes)}")
     if stored.values:
         print(printable(f"and no tensors: {', '.join(sorted(stored.values))}"))
-    problems = list(stored.problems(read=check, progress=_Bar("check", stored.nbytes)))
+    problems = list(stored.problems(read=check, progress=_ProgressLine("check", stored.nbytes)))
     for problem in problems:
         print(printable(f"DAMAGED {problem}"))
     if not problems:
@@ -198,6 +198,6 @@ def _reshard(stored: Stored, args: argparse.Namespace) -> None:
         written += nbytes
         bar(nbytes)
 
-    bar = _Bar("reshard", stored.nbytes)
+    bar = _ProgressLine("reshard", stored.nbytes)
     reshard(stored, args.out, sizes, placements_of, f".{args.format}", count)
     print(f"{args.out}: {args.mesh} ranks, {len(stored.tensors)} tensors, {_size(written)} in all")

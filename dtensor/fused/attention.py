@@ -13,12 +13,13 @@ from torch.nn import functional
 from weft.collectives import chunk_sizes
 from weft.dtensor.dispatch.call import Chosen
 from weft.dtensor.dispatch.pricing import tell_choice
+from weft.dtensor.fused.linear import placed_for
 from weft.dtensor.fused.products import is_dtensor
 from weft.dtensor.layout.boxes import Layout, contiguous_layout, layout_of
 from weft.dtensor.layout.placements import Placements, is_shard
 from weft.dtensor.move.explicit import check_explicit
 from weft.dtensor.rules.attention import RING, attention_plan
-from weft.dtensor.tensor import DTensor, as_global, local_part, outside_result, redistributed
+from weft.dtensor.tensor import DTensor, as_global, local_part, outside_result
 from weft.kernels import ring_attention, ulysses_attention
 
 
@@ -98,8 +99,7 @@ def _result(y: torch.Tensor, rows: Placements, q: Layout, v: Layout) -> DTensor:
 
 def _placed(tensor: DTensor, placements: Placements) -> DTensor:
     target = tensor._layout.with_placements(placements)
-    check_explicit(lambda: "scaled_dot_product_attention", tensor._layout, target)
-    return redistributed(tensor, target)
+    return placed_for("scaled_dot_product_attention", tensor, target)
 
 
 def _attention_around(

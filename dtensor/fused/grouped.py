@@ -43,7 +43,7 @@ def grouped_matmul(
         tell_choice("_grouped_mm", plan.considered, plan.way, x._layout, w._layout)
         if plan.way is not None and plan.moves is None:
             return _travelling(plan, x, w, offs)
-    return apply(_GroupedMatmul, x, w, offs) if needs_grad(w) else NotImplemented
+    return apply(_GroupedProduct, x, w, offs) if needs_grad(w) else NotImplemented
 
 
 def scaled_grouped_matmul(
@@ -119,7 +119,7 @@ def _routing(plan: CallPlan, x: DTensor, w: DTensor, offs: DTensor) -> Routing:
     return route(ids, len(ends), layout.mesh.get_group(dim))
 
 
-class _GroupedMatmul(torch.autograd.Function):
+class _GroupedProduct(torch.autograd.Function):
     """Rows by the weights of their groups; the gradient of these is placed as they are."""
 
     @staticmethod

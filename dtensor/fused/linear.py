@@ -420,11 +420,11 @@ def multiply(
             # One rank alone adds it to a sum, so that what it takes of others comes before.
             whole = _without_sums(moves[2])
             if not _only_cuts([whole], [bias]):
-                return multiply(product, x, w, _placed_for(plan, bias, whole), keep=keep)
+                return multiply(product, x, w, placed_for(plan.title, bias, whole), keep=keep)
         if moves is not None and not _only_cuts(moves[:2], given[:2]):
             # A fused op is run on what has been moved before, so that each of both is done once.
             placed_x, placed_w = (
-                t if m is None else _placed_for(plan, t, m)
+                t if m is None else placed_for(plan.title, t, m)
                 for t, m in zip((x, w), moves[:2], strict=True)
             )
             return multiply(product, placed_x, placed_w, bias, keep=keep)
@@ -446,8 +446,9 @@ def _only_cuts(moves: Sequence[Layout | None], given: Sequence[DTensor]) -> bool
     )
 
 
-def _placed_for(plan: CallPlan, tensor: DTensor, target: Layout) -> DTensor:
-    check_explicit(lambda: plan.title, tensor._layout, target)
+def placed_for(title: str, tensor: DTensor, target: Layout) -> DTensor:
+    """`tensor` in the layout that a call's plan has for it; `title` is the call, for messages."""
+    check_explicit(lambda: title, tensor._layout, target)
     return redistributed(tensor, target)
 
 

@@ -21,13 +21,13 @@ from weft.collectives.ranks.traced import is_traced
 from weft.dtensor.dispatch.agreement import all_agree
 from weft.dtensor.dispatch.planning import plan_of
 from weft.dtensor.dispatch.pricing import tell_choice
+from weft.dtensor.fused.linear import placed_for
 from weft.dtensor.fused.products import is_dtensor
-from weft.dtensor.layout.boxes import Layout, contiguous_layout
+from weft.dtensor.layout.boxes import contiguous_layout
 from weft.dtensor.layout.placements import is_shard
-from weft.dtensor.move.explicit import check_explicit
 from weft.dtensor.rules.loss import FUSED, IN_STEPS, row_losses_op
 from weft.dtensor.rules.nn import LossLayout
-from weft.dtensor.tensor import DTensor, as_global, local_as, local_part, redistributed
+from weft.dtensor.tensor import as_global, local_as, local_part, redistributed
 from weft.kernels.layers.vocabulary import row_losses
 
 
@@ -66,7 +66,7 @@ def cross_entropy(
     tell_choice("cross_entropy", plan.considered, plan.way, x, rows)
     if plan.moves is not None and not (plan.way and plan.way.name == IN_STEPS):
         input, target = (
-            t if m is None else _laid_out(t, m)
+            t if m is None else placed_for("cross_entropy", t, m)
             for t, m in zip((input, target), plan.moves, strict=True)
         )
     if plan.way is None and plan.moves is not None:
@@ -102,8 +102,3 @@ def cross_entropy(
         loss, count = local_part(redistributed(both, whole), whole.placements)
     loss = loss / count if reduction == "mean" else loss
     return as_global(loss.to(dtype), contiguous_layout(x.mesh, lay.rows, (), dtype).replicated())
-
-
-def _laid_out(tensor: DTensor, target: Layout) -> DTensor:
-    check_explicit(lambda: "cross_entropy", tensor._layout, target)
-    return redistributed(tensor, target)

@@ -177,15 +177,15 @@ class _Split:
     def data(self) -> DataParallel:
         return self.options.data
 
-    def ways(self, by_hand: _ByHand | None = None) -> list[_Way]:
+    def ways(self, by_hand: _ByHand | None = None) -> list[_LaidOut]:
         """All that no other way beats in time and memory; of one kind, if `by_hand` tells it."""
         weights = [w.numel() for n in self.options.graph.nodes for w in n.weights.values()]
         allows = by_hand and partial(by_hand, max(weights, default=0))
-        return [_Way(self, label) for label in search_layouts(self.options, allows)]
+        return [_LaidOut(self, label) for label in search_layouts(self.options, allows)]
 
 
 @dataclass(frozen=True)
-class _Way:
+class _LaidOut:
     """One way to lay out the model on a split of the mesh."""
 
     split: _Split
@@ -290,7 +290,7 @@ def _shapes(sample: Any) -> str:
     return ", ".join(str(tuple(t.shape)) for t in _tensors(sample))
 
 
-def _too_small(every: Sequence[_Way], limit: float, mesh: DeviceMesh) -> str:
+def _too_small(every: Sequence[_LaidOut], limit: float, mesh: DeviceMesh) -> str:
     if not every:
         return f"no layout of this model on {tuple(mesh.shape)} ranks can be run"
     least = min(every, key=lambda found: found.memory_bytes)

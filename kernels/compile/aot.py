@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, is_dataclass
+from difflib import get_close_matches
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
@@ -408,7 +409,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not cases:
         parser.error(f"{', '.join(archs)}: no kernels of {', '.join(options.dtype)}")
     if absent := [case for case in options.case if case not in cases]:
-        parser.error(f"no case {absent[0]!r}: there are {'; '.join(sorted(cases))}")
+        near = get_close_matches(absent[0], sorted(cases), 5, 0.0)
+        parser.error(
+            f"no case {absent[0]!r}: the nearest are {'; '.join(near)}; without --case, all "
+            f"{len(cases)} are compiled and named"
+        )
     jobs = max(1, options.jobs)
     if options.loop:
         loops = [*loops_of_all(archs, dtypes, options.case, wide=options.wide, jobs=jobs)]

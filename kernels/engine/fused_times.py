@@ -43,7 +43,7 @@ _STREAMS, _FIRST_COPY, _BLOCK = 3, 4 << 20, 64 << 10
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Transport:
     """How a kernel moves its data, and what that costs apart from the longer of its two halves.
 
     Attributes:
@@ -60,12 +60,12 @@ class _Way:
 
 
 _WAYS = {
-    "copy programs": _Way(0.25, 0.4, 0.0, 4.2),
-    "copy engines": _Way(0.08, 0.0, 1.0, 5.0),  # the first copies
-    "chunks": _Way(0.16, 0.0, 0.9, 8.0),  # a tile of each program, which take turns
-    "one shot": _Way(0.56, 0.24, 0.0, 2.8),
-    "two shots": _Way(1.4, 0.1, 0.0, 4.0),  # all ranks played, 16 to 64 rows
-    "by the switch": _Way(1.4, 0.1, 0.0, 4.0),  # as two shots: virtual time has no switch
+    "copy programs": _Transport(0.25, 0.4, 0.0, 4.2),
+    "copy engines": _Transport(0.08, 0.0, 1.0, 5.0),  # the first copies
+    "chunks": _Transport(0.16, 0.0, 0.9, 8.0),  # a tile of each program, which take turns
+    "one shot": _Transport(0.56, 0.24, 0.0, 2.8),
+    "two shots": _Transport(1.4, 0.1, 0.0, 4.0),  # all ranks played, 16 to 64 rows
+    "by the switch": _Transport(1.4, 0.1, 0.0, 4.0),  # as two shots: virtual time has no switch
 }
 
 

@@ -93,11 +93,11 @@ class _RankWorld(distributed_c10d._World):
         self.registered.clear()
 
 
-class _Local(threading.local):
+class _RankOfThread(threading.local):
     world: _RankWorld | None = None
 
 
-_local = _Local()
+_local = _RankOfThread()
 
 
 class _Worlds:

@@ -87,11 +87,11 @@ class Strand:
             self.baton.release()
 
 
-class _Local(threading.local):
+class _OfThread(threading.local):
     strand: Strand | None = None
 
 
-local = _Local()
+local = _OfThread()
 
 
 def strand_here() -> Strand:

@@ -201,7 +201,7 @@ def _drawn(split: Any, drawn: random.Random) -> Any:
             taken.append(option)
             alive = later
         else:
-            return planning._Way(split, Label(1.0, 1.0, 1.0, Trail(None, tuple(taken))))
+            return planning._LaidOut(split, Label(1.0, 1.0, 1.0, Trail(None, tuple(taken))))
 
 
 _AS_COLLECTIVE = {

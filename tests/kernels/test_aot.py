@@ -214,7 +214,7 @@ def test_an_unknown_case_is_refused_before_the_table(monkeypatch, capsys):
     monkeypatch.setattr(aot, "_launches", lambda arch, *_: [("up", None)] * (arch == "sm_90"))
     monkeypatch.setattr(aot.signals, "INTERPRETED", False)
     for given, said in (
-        (["--arch", "h100", "--case", "up", "upp"], "no case 'upp': there are up"),
+        (["--arch", "h100", "--case", "up", "upp"], "no case 'upp': the nearest are up"),
         (["--arch", "a100", "--dtype", "float8_e4m3fn"], "sm_80: no kernels of float8_e4m3fn"),
     ):
         with pytest.raises(SystemExit):

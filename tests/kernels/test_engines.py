@@ -548,3 +548,8 @@ def test_gathers_have_wider_tiles_where_small_ones_would_take_waves(
         "all_gather_matmul", chips.known(chip), M, N, 4096, torch.bfloat16, 8
     )
     assert (tile.block_m, tile.block_n) == (64, wide)
+
+
+def test_explain_takes_what_can_be_called() -> None:
+    with pytest.raises(TypeError, match=r"weft\.explain\(layer, x\), or .*, got a Tensor"):
+        weft.explain(torch.ones(2))  # type: ignore[arg-type]
