@@ -102,7 +102,7 @@ def _put_piece(
 
 
 @triton.jit(do_not_specialize=["rank"])
-def switched_kernel(
+def _switched_kernel(
     out_ptr,
     x_ptr,
     pieces,  # Pieces: of x, or for a gather of out
@@ -211,7 +211,7 @@ def launch_switched(
     )  # fmt: skip
     starts, block = tuple(offsets(sizes)), block_bytes // itemsize
     programs = max(1, min(within_budget(_PROGRAMS), -(-widest // block)))
-    launching(switched_kernel, programs)(
+    launching(_switched_kernel, programs)(
         out,
         x,
         Pieces(starts, tuple(sizes)),

@@ -29,7 +29,7 @@ NEWEST = {
 }
 
 NO_MATMUL = {
-    "_publish_kernel", "exchange_kernel", "reduce_kernel", "_pull_kernel", "switched_kernel",
+    "_publish_kernel", "exchange_kernel", "reduce_kernel", "_pull_kernel", "_switched_kernel",
     "_begin_kernel", "_post_kernel", "_wait_kernel", "_announce_kernel", "_append_kernel",
     "_end_kernel", "_merge_kernel", "_numbers_kernel", "weigh_kernel", "experts, rows alone",
     "experts, rows fetched", "experts, fp8 rows fetched",
@@ -98,7 +98,7 @@ def checked(arch: str, dtype: str, *cases: str, wide: bool = False) -> list[dict
         assert report["registers"] > 0, report
         assert report["shared_bytes"] <= SHARED[arch], report
         assert report["programs_a_core"] >= 1 and 0 < report["occupancy"] <= 1, report
-        assert report["widest_load"] or report["kernel"] == "switched_kernel", report
+        assert report["widest_load"] or report["kernel"] == "_switched_kernel", report
         if not {report["kernel"], report["case"]} & NO_MATMUL and dtype != "float32":
             assert set(report["matrix_instruction"].split("+")) <= {*NEWEST[arch], "HMMA"}, report
             if report["config"].get("block_m", 0) >= 64:

@@ -368,7 +368,7 @@ print(*seen)
         "_post_kernel",
         "_wait_kernel",
     }
-    assert written - set(said) == on_gpus | {"switched_kernel", "_by_kernel"}
+    assert written - set(said) == on_gpus | {"_switched_kernel", "_by_kernel"}
 
 
 @needs_interpreter
