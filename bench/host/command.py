@@ -5,7 +5,8 @@ Kernels are compiled for sm_90 and launched by Triton's own launcher into a driv
   call        all of it
   launcher    Triton's launcher, once it has all arguments, and how often it runs
   before      the rest: checks, the choice of engine, results, autograd, finding the kernel
-  collective  torch.distributed's same collective, through a process group that does nothing
+  torch       torch.distributed's same collective, through a process group that does nothing; for
+              gradients its autograd, of an op that computes none
 What CUDA takes for a launch, a copy or an event is in none of them, nor in torch's.
 """
 
@@ -81,7 +82,7 @@ def _measure(names: Sequence[str], args: argparse.Namespace) -> int:
         ]
         for row in rows
     ]
-    header = ["call", "us", "launcher, us", "times", "before, us", "collective, us"]
+    header = ["call", "us", "launcher, us", "times", "before, us", "torch, us"]
     launch = measure.launch_us(args.rounds)
     title = f"weft bench host: rank {measure.RANK} of {measure.WORLD_SIZE} H100"
     terminal.show(TextTable(title, header, cells))

@@ -49,7 +49,8 @@ class Enqueued:
         total: all of it.
         launching: what Triton's launcher takes, once it has all arguments, in so many launches.
         peer: what torch.distributed takes for the same collective, through a process group that
-            does nothing; None where there is no one such.
+            does nothing, or its autograd for a gradient that nobody computes; None where there is
+            no one such.
     """
 
     name: str
@@ -116,7 +117,7 @@ def measured(name: str, rounds: int, profile: bool = False) -> Enqueued:
             told.append(launches)
         if profile:
             _profile(name, call)
-    peer = peers().get(CALLS[name]["op"])
+    peer = peers().get(name) or peers().get(CALLS[name]["op"])
     return Enqueued(
         name,
         total,
@@ -193,8 +194,28 @@ _gather: _Call = getattr(dist, "all_gather_single", None) or dist.all_gather_int
 _scatter: _Call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+class _NoGradient(torch.autograd.Function):
+    """An op whose gradients nobody computes."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return (*(torch.empty_like(grads[0]) for _ in ctx.needs_input_grad),)
+
+
+def _gradients(count: int) -> _Call:
+    """What autograd itself takes for so many."""
+    inputs = [torch.zeros(8, 64, requires_grad=True) for _ in range(count)]
+    y = _NoGradient.apply(*inputs)
+    return partial(torch.autograd.grad, y, inputs, torch.zeros_like(y), retain_graph=True)
+
+
 def peers() -> dict[str, _Call]:
-    """Torch's own collectives, by what weft's are called, in a group that does nothing."""
+    """Torch's own collectives, by what weft's are called, in a group that does nothing; and what
+    its autograd takes, by the names of calls."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if not dist.is_initialized():
@@ -207,6 +228,8 @@ def peers() -> dict[str, _Call]:
         "all_to_all": lambda: dist.all_to_all_single(whole, whole),
     }
     return found | {
+        "its gradient of w": _gradients(1),
+        "its gradients": _gradients(3),
         "all_gather_matmul": found["all_gather"],
         "matmul_reduce_scatter": found["reduce_scatter"],
         "matmul_all_reduce": found["all_reduce"],

@@ -37,12 +37,15 @@ class CollectiveConfig:
         programs: grid.
         num_warps: of a program.
         two_shot: whether each element of an all_reduce is added up by one rank only.
+        all_registers: of NVIDIA's chips, for sums: otherwise 32 bytes spill on sm_100, so that a
+            core could hold a second program.
     """
 
     block_bytes: int
     programs: int
     num_warps: int = 8
     two_shot: bool = False
+    all_registers: bool = False
 
 
 # One shot receives (W - 1) times the bytes, two shots about twice, but pay a second crossing of
@@ -77,7 +80,8 @@ def collective_config(op: str, nbytes: int, world_size: int, on_gpus: bool) -> C
         # Up to eight blocks a program: an interpreted block takes equally long however wide it is.
         block, most = min(max(64, triton.next_power_of_2(-(-piece // 24))), 1 << 16), 3
     programs = max(1, min(most, -(-piece // block)))
-    return CollectiveConfig(block, programs, 4 if interpreted else 8, two_shot)
+    nvidia = not interpreted and torch.version.hip is None
+    return CollectiveConfig(block, programs, 4 if interpreted else 8, two_shot, nvidia)
 
 
 @lru_cache(maxsize=4096)
@@ -258,6 +262,7 @@ def launch_reduce(
             TWO_SHOT=config.two_shot,
             SPOILS=has_nan(out.dtype),
             num_warps=config.num_warps,
+            **({"maxnreg": 255} if config.all_registers else {}),
         )
         return ()
 

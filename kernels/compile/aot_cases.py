@@ -324,9 +324,12 @@ def _collective_launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, 
             config = op.collective_config("all_gather", nbytes, _W, on_gpus=True)
             op.launch_all_gather(part, whole, ws, sizes, config)
             if reduced:
+                registers = not chip.is_amd
                 config = op.collective_config("reduce_scatter", nbytes, _W, on_gpus=True)
+                config = replace(config, all_registers=registers)
                 op.launch_reduce(x, part, ws, sizes, "sum", config)
                 config = op.collective_config("all_reduce", 1 << 20, _W, on_gpus=True)
+                config = replace(config, all_registers=registers)
                 op.launch_reduce(x, torch.empty_like(x), ws, None, "avg", config)
         yield from ((case, launch) for launch in caught)
     x, everyone = torch.empty(1024, 1024, dtype=dtype, device="meta"), tuple(range(_W))

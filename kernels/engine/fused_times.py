@@ -238,7 +238,7 @@ def _tiling_of(
     if way == "chunks":
         return tiling_for(chip, -(-M // ranks), N, dtype, ranks)
     if op == "all_gather_matmul":
-        return gather_tiling_for(chip, M, N, dtype)
+        return gather_tiling_for(chip, M, N, dtype, ranks)
     return sum_tiling_for(chip, M, N, dtype)
 
 

@@ -58,7 +58,7 @@ def tiling_of(op: str, chip: Chip, M: int, N: int, K: int, dtype: torch.dtype, W
     if op == "matmul_reduce_scatter" and not scatters_in_one_shot(chip, chunk, N, dtype, W, tuned):
         return tuned or tiling_for(chip, chunk, N, dtype, W)
     if gathers:
-        return tuned or gather_tiling_for(chip, M, N, dtype)
+        return tuned or gather_tiling_for(chip, M, N, dtype, W)
     return tuned or sum_tiling_for(chip, M, N, dtype)
 
 

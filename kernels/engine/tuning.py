@@ -32,7 +32,7 @@ import torch
 
 from weft import settings
 from weft.errors import WeftError
-from weft.kernels.engine.chips import Chip, Tiling
+from weft.kernels.engine.chips import MOST_STAGES, Chip, Tiling
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 OWN_FOLDER = Path(__file__).resolve().parent.parent / "tuned"
@@ -174,14 +174,16 @@ def candidates(
     else:
         blocks += [
             (128, 256, 64, 8), (128, 128, 64, 8), (128, 128, 64, 4), (64, 256, 64, 8),
-            (128, 64, 64, 4), (64, 128, 64, 4), (64, 64, 128, 4), (32, 64, 128, 4),
-            (16, 64, 128, 4),
+            (128, 64, 64, 4), (64, 128, 64, 4), (64, 128, 128, 4), (64, 64, 64, 4),
+            (64, 64, 128, 4), (32, 64, 128, 4), (16, 64, 128, 4), (16, 128, 64, 4),
         ]  # fmt: skip
     found = [HEURISTIC]
     for block_m, block_n, block_k, num_warps in dict.fromkeys(blocks):
-        for stages in sorted({2, 3, 4, start.num_stages}):
-            stage_bytes = (block_m + block_n) * block_k * dtype.itemsize
-            if stages * stage_bytes + (8 << 10) > chip.shared_bytes:
+        stage_bytes = (block_m + block_n) * block_k * dtype.itemsize
+        # Few rows wait for loads, by how many are under way: as many as there is room for.
+        deepest = min(MOST_STAGES, (chip.shared_bytes - (8 << 10)) // stage_bytes)
+        for stages in sorted({3, 4, deepest, start.num_stages}):
+            if stages < 2 or stages * stage_bytes + (8 << 10) > chip.shared_bytes:
                 continue
             if chip.name == "interpreter" and stages != start.num_stages:
                 continue

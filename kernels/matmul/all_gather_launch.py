@@ -76,8 +76,8 @@ class AllGatherConfig:
         copy_engines: whether the chip's copy engines fetch the shards, so that all programs make
             tiles.
         parts: into how many parts K is cut for fetching. Only with copy programs.
-        halves: whether tiles that fill no wave are made in halves of their columns. Only with copy
-            engines.
+        halves: whether tiles that fill no wave are made in halves of their columns. Only where no
+            program copies, nor several share a tile.
         flattened: whether tiles whose rows are read by descriptor are made in one loop; see
             `weft.kernels.device.flattened`.
     """
@@ -133,7 +133,7 @@ def _config(
     keep: bool,
     keep_sums: bool,
 ) -> AllGatherConfig:
-    tiling = _tiling(choice, M, N, dtype, chip, activation, keep_sums)
+    tiling = _tiling(choice, M, N, dtype, world_size, chip, activation, keep_sums)
     columns = N // 2 if activation == "swiglu" else N  # of the output
     column_tiles = -(-columns // tiling.block_n)
     count = -(-M // tiling.block_m) * column_tiles
@@ -177,7 +177,11 @@ def _config(
         return config
     split = splits.programs_a_tile(count, K, tiling, chip)
     programs = max(1, min(chip.programs, count * split))
-    return replace(config, programs=programs, copy_programs=0, direct=True, split=split)
+    halves = world_size == 1 and split == 1 and tiling.block_n >= 128
+    halves &= not (activation == "swiglu" and dtype.itemsize == 1)  # as by copy engines
+    return replace(
+        config, programs=programs, copy_programs=0, direct=True, split=split, halves=halves
+    )
 
 
 def _tiling(
@@ -185,13 +189,14 @@ def _tiling(
     M: int,
     N: int,
     dtype: torch.dtype,
+    world_size: int,
     chip: Chip,
     activation: Activation | None,
     keep_sums: bool,
 ) -> Tiling:
     """The tuned or default tiles, narrowed where the epilogue would make the kernel spill."""
     pair = activation == "swiglu"
-    tiling = choice.tiling or gather_tiling_for(chip, M, N, dtype, pair=pair)
+    tiling = choice.tiling or gather_tiling_for(chip, M, N, dtype, world_size, pair=pair)
     if pair and (tiling.block_m * tiling.block_n > 32 * 64 or dtype == torch.float32):
         # Two accumulators at a time.
         tiling = replace(tiling, block_n=max(16, tiling.block_n // 2))

@@ -542,7 +542,7 @@ def test_gathers_have_wider_tiles_where_small_ones_would_take_waves(
     chip: str, M: int, N: int, wide: int
 ) -> None:
     """Of the programs that fetch no shards: 116 on sm_90."""
-    tiling = chips.gather_tiling_for(chips.known(chip), M, N, torch.bfloat16)
+    tiling = chips.gather_tiling_for(chips.known(chip), M, N, torch.bfloat16, 8)
     assert (tiling.block_m, tiling.block_n) == (64, wide)
     tile = kernel_rates.tile_of(
         "all_gather_matmul", chips.known(chip), M, N, 4096, torch.bfloat16, 8

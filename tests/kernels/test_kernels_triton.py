@@ -88,7 +88,10 @@ def gather_config(way: str, M: int, N: int, K: int, dtype, W: int, activation=No
         return all_gather_launch.by_copy_engines(config, M, K, dtype, W, INTERPRETER)
     t, widths = config.tiling, N // 2 if activation == "swiglu" else N
     count = -(-M // t.block_m) * -(-widths // t.block_n)
-    split = 3 if way == "split" else 1  # K may have fewer steps than that
+    if way == "direct":  # tiles that fill no wave are made in halves
+        config = replace(config, programs=max(1, 2 * count // 3), halves=t.block_n >= 32)
+        return replace(config, direct=True, copy_programs=0)
+    split = 3  # K may have fewer steps than that
     return replace(config, direct=True, copy_programs=0, split=split, programs=count * split)
 
 

@@ -203,6 +203,32 @@ def test_candidates_fit_the_chip_and_begin_with_the_heuristic() -> None:
                 if tiling := choice.tiling:
                     tile = (tiling.block_m + tiling.block_n) * tiling.block_k * 2
                     assert tile * tiling.num_stages <= chip.shared_bytes
+    # Few rows wait for loads, of which as many are under way as there is room for.
+    few = tuning.candidates(H100, torch.bfloat16, Tiling(64, 64, 64, num_stages=6))
+    deep = {(128, 256, 64): 4, (128, 128, 64): 6, (64, 128, 64): 8, (16, 64, 128): 8}
+    for (block_m, block_n, block_k), stages in deep.items():
+        tile = {"block_m": block_m, "block_n": block_n, "block_k": block_k, "num_stages": stages}
+        assert any(each.tiling and tile.items() <= vars(each.tiling).items() for each in few)
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "W", "tile", "halves"),
+    [
+        (512, 8192, 1, (128, 256), True), (256, 8192, 1, (128, 128), True),
+        (512, 8192, 8, (128, 128), False), (2048, 7168, 1, (128, 256), True),
+        (128, 8192, 1, (64, 128), True), (16, 8192, 1, (16, 64), False),
+    ],
+)  # fmt: skip
+def test_a_rank_alone_has_tiles_in_as_few_waves_as_may_be(
+    M: int, N: int, W: int, tile: tuple[int, int], halves: bool
+) -> None:
+    """Of 132 cores: 512 x 8192 is one wave of wide tiles and two of others; of 448 tiles of 2048 x
+    7168, 52 would be a fourth wave, and are half of one in halves."""
+    config = all_gather_launch.all_gather_config(M, N, 8192, torch.bfloat16, W, H100)
+    assert (config.tiling.block_m, config.tiling.block_n) == tile
+    assert config.halves == halves
+    if (M, W) == (2048, 1):
+        assert all_gather_launch.halved_tiles(448, 448, config) == 52
 
 
 @pytest.mark.parametrize("chip", [H100, INTERPRETER], ids=lambda chip: chip.name)
