@@ -50,6 +50,30 @@ class HostSignal(NamedTuple):
     version: int
 
 
+class Flagged(NamedTuple):
+    """Words of 8 bytes with the flag of `generation`, that were stored or found.
+
+    Attributes:
+        blocks: the addresses where the stores began that left them, and how often each had changed.
+        names: what these are called in every schedule.
+        site: where in the source they are loaded.
+    """
+
+    addresses: Array
+    generation: int
+    blocks: dict[int, int]
+    names: list[Hashable]
+    site: str = ""
+
+
+class Vain(NamedTuple):
+    """A load at `site` that found the flag `seen` where `wanted` should be."""
+
+    site: str
+    wanted: int
+    seen: int
+
+
 class HandOver(Protocol):
     """A meeting or a message: who takes it is ordered after those who gave to it."""
 
@@ -82,6 +106,10 @@ class Observer:
     def expect(self, strand: Strand, words: Sequence[Hashable], value: int) -> None: ...
     def post(self, strand: Strand, signal: HostSignal) -> None: ...
     def look(self, strand: Strand, signal: HostSignal, found: bool) -> None: ...
+    # Words that carry their flag, after they were stored, and once all were found (`flagged`).
+    def flagged(self, strand: Strand, words: Flagged) -> None: ...
+    def taken(self, strand: Strand, words: Flagged) -> None: ...
+    def looks_again(self, strand: Strand, found: Vain) -> None: ...  # what it took is of no use
     def threads_meet(self, strand: Strand) -> None: ...
 
     # Launches by a host: programs have clocks `slots`, in turn (`reuse`) or as strands (`start`).

@@ -438,21 +438,21 @@ def decoding(rank: int, ours: Modules = OURS) -> None:
 
 
 def of_norms(
-    ours: Modules, one_shot: bool, channel: str, by_switch: bool = False
+    ours: Modules, one_shot: bool, channel: str, by_switch: bool = False, flagged: bool = False
 ) -> tuple[Any, ...]:
     """Terms, weight, residual, share, memory and launch of norms: two parts, two teams."""
     (T, H), W = (7, 20), resolve(None).world_size
     share = -(-T // W)
     xs, weight, kept = [matrix(T, H, r) for r in range(W)], matrix(1, H, 50)[0], matrix(T, H, 60)
-    config = ours.norm.RMSNormConfig(teams=2, part=16, one_shot=one_shot, by_switch=by_switch)
+    config = ours.norm.RMSNormConfig(2, 16, one_shot, by_switch, flagged)
     nbytes = ours.norm.workspace_bytes(T, share, H, torch.float32, W, config)
     ws = workspace(None, nbytes, channel=channel)
     return xs, weight, kept, share, ws, config
 
 
-def normed(rank: int, ours: Modules, one_shot: bool) -> None:
+def normed(rank: int, ours: Modules, one_shot: bool, flagged: bool = False) -> None:
     """Uneven rows in two parts, two teams; every row has a residual."""
-    xs, weight, kept, share, ws, config = of_norms(ours, one_shot, "norm")
+    xs, weight, kept, share, ws, config = of_norms(ours, one_shot, "norm", flagged=flagged)
     W, H = len(xs), len(weight)
     for call in range(CALLS):
         y, h = ours.norm.launch_sum_rms_norm(
@@ -464,9 +464,11 @@ def normed(rank: int, ours: Modules, one_shot: bool) -> None:
         torch.testing.assert_close(y, torch.nn.functional.rms_norm(total, (H,), weight, 1e-3))
 
 
-def normed_whole(rank: int, ours: Modules, one_shot: bool, by_switch: bool = False) -> None:
+def normed_whole(
+    rank: int, ours: Modules, one_shot: bool, by_switch: bool = False, flagged: bool = False
+) -> None:
     """As `normed`, where every rank has all of the residual and makes all of h; fp8 at last."""
-    xs, weight, kept, share, ws, config = of_norms(ours, one_shot, "whole norm", by_switch)
+    xs, weight, kept, share, ws, config = of_norms(ours, one_shot, "whole norm", by_switch, flagged)
     W, H = len(xs), len(weight)
     for call in range(CALLS):
         y, h, *scales = ours.norm.launch_sum_rms_norm(
@@ -493,6 +495,18 @@ def normed_whole_in_two_shots(rank: int, ours: Modules = OURS) -> None:
 def normed_whole_by_the_switch(rank: int, ours: Modules = OURS) -> None:
     """Every rank's memory stands for the switch."""
     normed_whole(rank, ours, False, by_switch=True)
+
+
+def normed_whole_by_words_in_one_shot(rank: int, ours: Modules = OURS) -> None:
+    normed_whole(rank, ours, True, flagged=True)
+
+
+def normed_whole_by_words(rank: int, ours: Modules = OURS) -> None:
+    normed_whole(rank, ours, False, flagged=True)
+
+
+def normed_by_words(rank: int, ours: Modules = OURS) -> None:
+    normed(rank, ours, False, flagged=True)
 
 
 def normed_in_one_shot(rank: int, ours: Modules = OURS) -> None:
@@ -693,6 +707,13 @@ KERNELS: dict[str, Callable[..., None]] = {
 CUT: dict[str, Callable[..., None]] = {
     "dispatch and combine of cut experts": cut_experts,
     "few tokens of cut experts": few_of_cut_experts,
+}
+
+# Without signals: words carry their flags.
+FLAGGED: dict[str, Callable[..., None]] = {
+    "norm of whole sums by words, one shot": normed_whole_by_words_in_one_shot,
+    "norm of whole sums by words, two shots": normed_whole_by_words,
+    "norm of sums by words, two shots": normed_by_words,
 }
 
 COLLECTIVES: dict[str, Callable[..., None]] = {

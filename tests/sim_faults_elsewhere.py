@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from sim_cases import CUT
+from sim_cases import CUT, FLAGGED
 from sim_faults import (
     BACKWARD,
     BOUNDS,
@@ -26,6 +26,7 @@ from sim_faults import (
 )
 
 from weft.collectives import movement
+from weft.collectives.device import flagged
 from weft.collectives.kernels import kernel_collectives, multimem, pieces, pull
 from weft.collectives.memory import direct
 from weft.kernels.expert_kernels import (
@@ -39,7 +40,7 @@ from weft.kernels.expert_kernels import (
 from weft.kernels.flash import decode_kernel, ring_dkv, ring_keys
 from weft.kernels.heads import head_dkv, heads_kernel
 from weft.kernels.matmul import copy_engines
-from weft.kernels.norm import rms_norm_kernel, switched_rows, team_rows
+from weft.kernels.norm import flagged_norm_kernel, rms_norm_kernel, switched_rows, team_rows
 
 # The package has a function of the same name.
 exchange = importlib.import_module("weft.collectives.memory.exchange")
@@ -395,6 +396,87 @@ IN_NORMS = [
         ", mask=tl.program_id(0) % TEAM == 0)",
         ")",
         WHOLE_NORMS,
+    ),
+]
+
+BY_WORDS = tuple(FLAGGED)
+
+IN_FLAGGED = [
+    fault(
+        "words are taken before they have their flag",
+        flagged,
+        "        late = greatest_of(lates)\n",
+        "        late = greatest_of(lates) * 0 - 1\n",
+        BY_WORDS,
+        AssertionError,
+    ),
+    fault(
+        "the flag of every other call alone is looked at",
+        flagged,
+        "missing = ((even >> 32) != flags) | ((odd >> 32) != flags)",
+        "missing = ((((even >> 32) ^ flags) | ((odd >> 32) ^ flags)) & 1) != 0",
+        BY_WORDS,
+        AssertionError,
+    ),
+    fault(
+        "only half of the words are looked at",
+        flagged,
+        "missing = ((even >> 32) != flags) | ((odd >> 32) != flags)",
+        "missing = (even >> 32) != flags",
+        BY_WORDS,
+        AssertionError,
+    ),
+    fault(
+        "words have the flag of the call before",
+        flagged,
+        "words = tl.reshape(data.to(tl.int64) | (generation << 32), (R, PAIRS, 2, 2))",
+        "words = tl.reshape(data.to(tl.int64) | ((generation - 1) << 32), (R, PAIRS, 2, 2))",
+        BY_WORDS,
+        DEADLOCK,
+    ),
+    fault(
+        "words use one half in all calls",
+        flagged_norm_kernel,
+        "half = signals.half_ptr(link.buffer_ptrs, owner, call.generation, link.half_bytes, "
+        "tl.int64)\n    part",
+        "half = signals.half_ptr(link.buffer_ptrs, owner, 0, link.half_bytes, tl.int64)\n    part",
+        BY_WORDS,
+    ),
+    fault(
+        "data are stored plainly, and their flags apart",
+        flagged,
+        """        as_flagged(generation)
+        ptrs = ptrs[:, :, None] + tl.arange(0, 2)[None, None, :]
+        tl.store(ptrs, tl.join(first, second), mask""",
+        """        as_flagged(0)
+        ptrs = ptrs[:, :, None] + tl.arange(0, 2)[None, None, :]
+        tl.store(ptrs, tl.join(first, second), mask""",
+        BY_WORDS,
+        (RACE, DEADLOCK),
+    ),
+    fault(
+        "rows shown lie where terms do",
+        flagged_norm_kernel,
+        "rest = W * sent",
+        "rest = sent",
+        BY_WORDS,
+        (RACE, AssertionError, DEADLOCK),
+    ),
+    fault(
+        "rows are shown to all but the last rank",
+        flagged_norm_kernel,
+        "wanted = lanes < OWNERS",
+        "wanted = lanes < OWNERS - 1",
+        BY_WORDS,
+        DEADLOCK,
+    ),
+    fault(
+        "what columns come to lies among the rows shown",
+        flagged_norm_kernel,
+        "tl.cast(call.rest + call.T, tl.int64) * ROW",
+        "tl.cast(call.rest + call.T - 1, tl.int64) * ROW",
+        BY_WORDS,
+        (RACE, AssertionError, DEADLOCK),
     ),
 ]
 

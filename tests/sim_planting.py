@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 from mutants import mutant
-from sim_cases import COLLECTIVES, CUT, DIRECT, HOST, KERNELS, OURS, Modules
+from sim_cases import COLLECTIVES, CUT, DIRECT, FLAGGED, HOST, KERNELS, OURS, Modules
 from sim_faults import BOUNDS, DEADLOCK, EVERY, IN_KERNELS, IN_SIGNALS, RACE, Fault
 from sim_faults_elsewhere import (
     IN_ATTENTION,
@@ -24,13 +24,14 @@ from sim_faults_elsewhere import (
     IN_DIRECT,
     IN_EXCHANGES,
     IN_EXPERTS,
+    IN_FLAGGED,
     IN_NORMS,
     exchange,
 )
 
 from weft import sim
 from weft.collectives import movement
-from weft.collectives.device import addresses, failures, signals, waits
+from weft.collectives.device import addresses, failures, flagged, signals, waits
 from weft.collectives.kernels import kernel_collectives, multimem, pieces
 from weft.kernels.device import (
     copies,
@@ -64,10 +65,10 @@ from weft.kernels.flash import (
 )
 from weft.kernels.heads import head_dkv, head_queries, head_units
 from weft.kernels.matmul import all_gather_kernel, one_shot_kernel
-from weft.kernels.norm import rms_norm_kernel, switched_rows, team_rows
+from weft.kernels.norm import flagged_norm_kernel, rms_norm_kernel, switched_rows, team_rows
 from weft.markdown import between_marks
 
-CASES = KERNELS | COLLECTIVES | HOST | CUT
+CASES = KERNELS | COLLECTIVES | HOST | CUT | FLAGGED
 RANKS, SCHEDULES = 3, 200
 PAGE = "docs/sim_faults.md"
 # What the kernels are made of: each imports those before it only.
@@ -76,6 +77,7 @@ PARTS = (
     failures,
     waits,
     signals,
+    flagged,
     pieces,
     kernel_collectives,
     multimem,
@@ -99,6 +101,7 @@ PARTS = (
     team_rows,
     switched_rows,
     rms_norm_kernel,
+    flagged_norm_kernel,
     summed_tiles,
     one_shot_kernel,
     ring_tables,
@@ -149,6 +152,7 @@ FAULTS = (
     *IN_COLLECTIVES,
     *IN_ATTENTION,
     *IN_NORMS,
+    *IN_FLAGGED,
     *IN_EXPERTS,
     *IN_COPY_ENGINES,
     *IN_DIRECT,

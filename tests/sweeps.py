@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from sim_cases import COLLECTIVES, CUT, HOST, KERNELS, triton_attention, triton_training
+from sim_cases import COLLECTIVES, CUT, FLAGGED, HOST, KERNELS, triton_attention, triton_training
 
 from weft import sim
 from weft.markdown import between_marks
@@ -24,6 +24,7 @@ CASES = (
     | COLLECTIVES
     | HOST
     | CUT
+    | FLAGGED
     | {
         "training on the triton engine": triton_training,
         "attention on the triton engine": triton_attention,

@@ -30,6 +30,9 @@ on_poll: Callable[[int, int], int] = _sleep
 # Called before the first poll of every wait, with the signals' addresses and the awaited value.
 on_wait: Callable[[list[int], int], None] | None = None
 
+# Called with the generation before loads and stores of flagged words (`flagged`), and with 0 after.
+on_flagged: Callable[[int], None] | None = None
+
 
 def _addresses(ptr: Any, mask: Any) -> list[int]:
     places = ptr.handle.data
@@ -51,6 +54,13 @@ def pause(ptr: Any, value: Any, mask: Any = True, _semantic: Any = None) -> int:
     return on_poll(_addresses(ptr, mask)[0], int(value))
 
 
+def as_flagged(generation: Any, _semantic: Any = None) -> None:
+    """Report that loads and stores are of words of this generation, or no more (0). Only
+    interpreted kernels call this."""
+    if on_flagged is not None:
+        on_flagged(int(generation))
+
+
 # Triton's code generator rejects plain functions, even in branches that it drops.
-for _function in (begin_polls, pause):
+for _function in (begin_polls, pause, as_flagged):
     setattr(_function, tl.core.TRITON_BUILTIN, True)

@@ -40,12 +40,12 @@ def nanoseconds(seconds: float) -> int:
     return max(1, int(min(seconds * 1e9, 2.0**62)))
 
 
-def _target(_semantic: Any = None) -> Any:
-    """What a kernel is compiled for: "cuda" or "hip"."""
-    return tl.constexpr(_semantic.builder.options.backend_name)
+def on_nvidia(_semantic: Any = None) -> Any:
+    """Whether a kernel is compiled for a chip of NVIDIA's."""
+    return tl.constexpr(_semantic.builder.options.backend_name == "cuda")
 
 
-setattr(_target, tl.core.TRITON_BUILTIN, True)  # else the code generator rejects it
+setattr(on_nvidia, tl.core.TRITON_BUILTIN, True)  # else the code generator rejects it
 
 
 # Adding 0 is how Triton before 3.9 spells an atomic load; the PTX of one is ld.acquire, of several
@@ -75,7 +75,7 @@ def _now(own_pad):
     """Time in ns, the same for all threads of a program: each would read another one, so what
     thread 0 has read goes through memory.
     """
-    now = tl.extra.cuda.globaltimer() if _target() == "cuda" else _realtime() * 10
+    now = tl.extra.cuda.globaltimer() if on_nvidia() else _realtime() * 10
     tl.atomic_max(own_pad + _CLOCK, now, sem="relaxed", scope="gpu")
     return tl.atomic_add(own_pad + _CLOCK, 0, sem="relaxed", scope="gpu")
 
@@ -104,7 +104,7 @@ _POLLS_A_LOOK = Constant(64)
 
 
 @triton.jit
-def _patience(timeout_ns, scope: tl.constexpr):
+def patience(timeout_ns, scope: tl.constexpr):
     """For how many ns a wait goes on at most: for programs of this rank a quarter longer, as they
     wait for peers themselves, and should be the ones to tell for whom.
     """
@@ -115,12 +115,12 @@ def _patience(timeout_ns, scope: tl.constexpr):
 
 
 @triton.jit
-def _look(own_pad, value, timeout_ns, began, left, scope: tl.constexpr):
+def look(own_pad, value, timeout_ns, began, left, scope: tl.constexpr):
     """When a wait `began`, if it is not 0 (unknown), and for how many ns it goes on."""
     if not _INTERPRETED:
         now = _now(own_pad)
         began = tl.where(began == 0, now, began)
-        left = _patience(timeout_ns, scope) - (now - began)
+        left = patience(timeout_ns, scope) - (now - began)
     return began, tl.where(_given_up(own_pad, value), 0, left)
 
 
@@ -129,7 +129,7 @@ def _wait(own_pad, ptr, value, timeout_ns, scope: tl.constexpr):
     if _INTERPRETED:
         begin_polls(ptr, value)
     seen = _acquire(ptr, scope)
-    left = _patience(timeout_ns, scope)
+    left = patience(timeout_ns, scope)
     began, polls = left - left, 0
     while (seen < value) & (left > 0):
         polls += 1
@@ -137,7 +137,7 @@ def _wait(own_pad, ptr, value, timeout_ns, scope: tl.constexpr):
             left -= pause(ptr, value)
         if polls == _POLLS_A_LOOK:
             polls = 0
-            began, left = _look(own_pad, value, timeout_ns, began, left, scope)
+            began, left = look(own_pad, value, timeout_ns, began, left, scope)
         seen = _acquire(ptr, scope)
     return seen >= value
 
@@ -190,7 +190,7 @@ def wait_for_lanes(own_pad, words, peers, awaited, rank, value, timeout_ns, scop
     if _INTERPRETED:
         begin_polls(words, value, missing)
     missing &= _acquire(words, scope, missing) < value
-    left = _patience(timeout_ns, scope)
+    left = patience(timeout_ns, scope)
     began, polls = left - left, 0
     while (greatest(missing.to(tl.int32)) > 0) & (left > 0):
         polls += 1
@@ -198,7 +198,7 @@ def wait_for_lanes(own_pad, words, peers, awaited, rank, value, timeout_ns, scop
             left -= pause(words, value, missing)
         if polls == _POLLS_A_LOOK:
             polls = 0
-            began, left = _look(own_pad, value, timeout_ns, began, left, scope)
+            began, left = look(own_pad, value, timeout_ns, began, left, scope)
         missing &= _acquire(words, scope, missing) < value
     late = greatest(tl.where(missing, peers, -1))
     if late >= 0:

@@ -373,6 +373,17 @@ def _norm_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, Launch
             )
         yield case, caught[0]
     chip = chips.chip_of(torch.device("meta"))
+    words = [("norm by words", 8, False, False), ("norm by words, one shot", 1, True, False)]
+    for case, tokens, one_shot, fp8 in (*words, ("norm by words, fp8", 64, False, True)):
+        x = torch.empty(tokens, _HIDDEN, dtype=dtype, device="meta")
+        share = -(-tokens // _W)
+        config = rms_norm_launch.by_words(tokens, share, _HIDDEN, dtype, one_shot, chip)
+        with catching(rms_norm_launch) as caught:
+            rms_norm_launch.launch_sum_rms_norm(
+                x, _workspace(), share, weight=x[0], residual=x, eps=1e-6, whole=True,
+                quantizes=fp8, config=config,
+            )  # fmt: skip
+        yield case, caught[0]
     if chip.descriptors and dtype in multimem.DTYPES:
         for tokens, fp8 in ((8, False), (64, True)):
             x = torch.empty(tokens, _HIDDEN, dtype=dtype, device="meta")

@@ -191,7 +191,8 @@ class NormCall:
         quantizes: whether y is in fp8.
         fused: whether the kernel runs it.
         room: bytes of the workspace that it needs, once that is known.
-        switched: how the kernel is launched where the switch may add up, and can.
+        config: then also how the kernel is launched.
+        switched: how it is launched where the switch may add up, and can.
     """
 
     group: GroupLike
@@ -203,6 +204,7 @@ class NormCall:
     quantizes: bool = False
     fused: bool = False
     room: int = -1
+    config: RMSNormConfig | None = None
     switched: RMSNormConfig | None = None
 
     def gradients(
@@ -324,11 +326,15 @@ def run_kernel(
                 len(rows), share, rows.shape[1], rows.dtype, group.world_size,
                 chip_of(rows.device), fabric_of(group, rows.device),
             )  # fmt: skip
-        call.room = kernel.room_for(rows, share, group.world_size)
+        of = len(rows), share, rows.shape[1], rows.dtype, group.world_size
+        call.config = kernel.rms_norm_config(*of, chip_of(rows.device))
+        if not call.switched:
+            call.config = kernel.quickest_norm(*of, chip_of(rows.device), call.whole)
+        call.room = kernel.workspace_bytes(*of, call.config)
         if call.switched:
-            with_switch = kernel.room_for(rows, share, group.world_size, call.switched)
-            call.room = max(call.room, with_switch)
-    ws = workspace(group, call.room, channel=kernel.CHANNEL, device=rows.device)
+            call.room = max(call.room, kernel.workspace_bytes(*of, call.switched))
+    assert call.config is not None
+    ws = workspace(group, call.room, channel=call.config.channel, device=rows.device)
 
     def launched() -> tuple[torch.Tensor, ...]:
         return kernel.launch_sum_rms_norm(
@@ -340,7 +346,7 @@ def run_kernel(
             eps=call.eps,
             whole=call.whole,
             quantizes=call.quantizes,
-            config=call.switched if ws.buffer.multicast_ptr else None,
+            config=call.switched if call.switched and ws.buffer.multicast_ptr else call.config,
         )
 
     with ws.call(op, call.told):

@@ -15,10 +15,12 @@ from weft.collectives.memory.workspace import check_room, link_of
 from weft.collectives.protocols import Fabric, one_shot_us, switch_us, two_shot_us
 from weft.kernels.engine.chips import INTERPRETER, Chip, LaunchOptions, chip_of
 from weft.kernels.engine.fp8 import FP8
+from weft.kernels.norm.flagged_norm_kernel import FlaggedVariant, flagged_rms_norm_kernel
 from weft.kernels.norm.rms_norm_kernel import NormVariant, sum_rms_norm_kernel
 from weft.kernels.norm.team_rows import Partial
 
 CHANNEL = "norm kernel"  # of the workspace
+FLAGGED_CHANNEL = "flagged norm kernel"  # in which nothing but flagged words may be stored
 
 
 @dataclass(frozen=True)
@@ -32,12 +34,20 @@ class RMSNormConfig(LaunchOptions):
         one_shot: whether every rank makes all rows.
         by_switch: whether the NVLink switch adds up, in an order of its own: of two shots, where
             every rank has the residual.
+        flagged: whether words carry their flags, by `flagged_norm_kernel`; of one shot only where
+            every rank has the residual.
     """
 
     teams: int
     part: int
     one_shot: bool
     by_switch: bool = False
+    flagged: bool = False
+
+    @property
+    def channel(self) -> str:
+        """Of the workspace."""
+        return FLAGGED_CHANNEL if self.flagged else CHANNEL
 
     def team(self, H: int) -> int:
         """Programs of a team: a power of 2."""
@@ -52,6 +62,12 @@ _PROGRAMS = 64
 _PART = 1024  # 8 elements a lane
 # In virtual time on 8 x H100, 64 rows of 8192 take 18.7 us with 1, 16.2 with 4 and 16.3 with 8.
 _SPREAD = 4
+_FLAGGED_PROGRAMS = 64
+# There 16 KiB of x take 6.4 us in one shot and 7.3 in two, and 128 KiB 11.7 and 7.5.
+_FLAGGED_ONE_SHOT_BYTES = 32 << 10
+_FLAGGED_MOST_BYTES = 512 << 10
+# Of a row, for a program. There 8 rows of 8192 in bf16 take 7.5 us, and with 2048 8.0.
+_FLAGGED_BYTES = 1024
 
 
 def rms_norm_config(
@@ -63,6 +79,30 @@ def rms_norm_config(
         programs, one_shot_bytes, part = 4, 256, max(16, triton.next_power_of_2(H) // 2)
     one_shot = world_size <= 2 or rows * H * dtype.itemsize <= one_shot_bytes
     config = RMSNormConfig(1, part, one_shot, num_warps=4)
+    teams = max(1, min(rows if one_shot else share, programs // config.team(H)))
+    return replace(config, teams=teams, all_registers=not (chip.is_amd or chip is INTERPRETER))
+
+
+def quickest_norm(
+    rows: int, share: int, H: int, dtype: torch.dtype, world_size: int, chip: Chip, whole: bool
+) -> RMSNormConfig:
+    """The launch that is predicted to take least, but for the switch; the same on all ranks."""
+    nbytes = rows * H * dtype.itemsize
+    signals = chip.is_amd or chip is INTERPRETER or world_size == 1
+    if signals or not 0 < nbytes <= _FLAGGED_MOST_BYTES:
+        return rms_norm_config(rows, share, H, dtype, world_size, chip)
+    one_shot = whole and (world_size == 2 or nbytes <= _FLAGGED_ONE_SHOT_BYTES)
+    return by_words(rows, share, H, dtype, one_shot, chip)
+
+
+def by_words(
+    rows: int, share: int, H: int, dtype: torch.dtype, one_shot: bool, chip: Chip
+) -> RMSNormConfig:
+    """The launch where words carry their flags."""
+    programs, part = min(_FLAGGED_PROGRAMS, chip.cores // 2), _FLAGGED_BYTES // dtype.itemsize
+    if chip is INTERPRETER:
+        programs, part = 4, max(16, triton.next_power_of_2(H) // 2)
+    config = RMSNormConfig(1, part, one_shot, flagged=True, num_warps=4)
     teams = max(1, min(rows if one_shot else share, programs // config.team(H)))
     return replace(config, teams=teams, all_registers=not (chip.is_amd or chip is INTERPRETER))
 
@@ -88,6 +128,9 @@ def workspace_bytes(
 ) -> int:
     """Symmetric memory that a call needs on each rank; arguments as of `rms_norm_config`."""
     made = rows if config.one_shot else share
+    if config.flagged:
+        row = config.team(H) * config.part * dtype.itemsize // 4  # words
+        return 8 * ((world_size * made + rows) * row + 4 * rows * config.team(H))
     partial = 0 if config.one_shot else 2 * rows * config.team(H) * 4  # fp32
     return _partial_at(rows, made, H, dtype, world_size) + partial
 
@@ -95,15 +138,6 @@ def workspace_bytes(
 def _partial_at(rows: int, made: int, H: int, dtype: torch.dtype, world_size: int) -> int:
     """Bytes into a half, behind the slots and the finished rows."""
     return -(-(world_size * made + rows) * H * dtype.itemsize // 16) * 16
-
-
-def room_for(
-    x: torch.Tensor, share: int, world_size: int, config: RMSNormConfig | None = None
-) -> int:
-    """What `workspace_bytes` tells for x (T, H), as it is launched by default."""
-    T, H = x.shape
-    config = config or rms_norm_config(T, share, H, x.dtype, world_size, chip_of(x.device))
-    return workspace_bytes(T, share, H, x.dtype, world_size, config)
 
 
 def launch_sum_rms_norm(
@@ -122,7 +156,7 @@ def launch_sum_rms_norm(
 
     Args:
         x: (T, H), fp32, bf16 or fp16, H at most 65536; the same shape and dtype on all ranks.
-        ws: with room for `room_for` x, on `CHANNEL`.
+        ws: with room for `workspace_bytes`, on the channel of `config`.
         share: rows that each rank keeps; of the last ranks fewer, or none.
         weight: (H,), of any floating dtype.
         residual: for this rank's rows, or if `whole` for all, with the dtype of x.
@@ -147,6 +181,8 @@ def launch_sum_rms_norm(
     needed = workspace_bytes(T, share, H, x.dtype, ws.world_size, config)
     check_room(ws, needed, "workspace_bytes(rows, share, H, dtype, world_size, config)")
     residual = None if residual is None else residual.contiguous()
+    if config.flagged:
+        return _launch_flagged(x, ws, share, y, scales, weight, residual, eps, whole, config)
     team = config.team(H)
     sums = x.new_empty(T if config.one_shot else kept_rows, H)
     made, adds = (T, T) if config.one_shot else (share, own_rows)
@@ -194,3 +230,53 @@ def launch_sum_rms_norm(
     )
     h = sums[first : first + own_rows] if config.one_shot and not whole else sums
     return y, h, *scales
+
+
+def _launch_flagged(
+    x: torch.Tensor,
+    ws: Workspace,
+    share: int,
+    y: torch.Tensor,
+    scales: list[torch.Tensor],
+    weight: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    eps: float,
+    whole: bool,
+    config: RMSNormConfig,
+) -> tuple[torch.Tensor, ...]:
+    """`launch_sum_rms_norm` by flagged words, into y and `scales`."""
+    if config.one_shot and not whole and residual is not None:
+        raise NotImplementedError(
+            "in one shot of flagged words every rank must have all of the residual"
+        )
+    T, H = x.shape
+    team, first = config.team(H), min(ws.rank * share, T)
+    sums = x.new_empty(T if whole else min(share, T - first), H)
+    adding = config.teams * team
+    most = 1 if config.one_shot else ws.world_size
+    spread = max(1, min(within_budget((1 + _SPREAD) * adding) // adding - 1, most))
+    launching(flagged_rms_norm_kernel, (1 + spread) * adding)(
+        y.view(torch.int8) if scales else y,
+        scales[0] if scales else None,
+        sums,
+        x,
+        None if weight is None else weight.contiguous(),
+        residual,
+        link_of(ws),
+        T,
+        share,
+        H,
+        eps,
+        ws.rank,
+        V=FlaggedVariant(
+            world_size=ws.world_size,
+            team=team,
+            part=config.part,
+            one_shot=config.one_shot,
+            whole=whole,
+            spread=spread,
+            quantizes=bool(scales),
+        ),
+        **config.options,
+    )
+    return y, sums, *scales

@@ -28,13 +28,15 @@ from weft.sim.check.regions import Region, untouched_zeros
 from weft.sim.check.sites import Sites
 from weft.sim.check.vector_clocks import BARRIER_BEFORE_ATOMICS, Array, Clocks
 from weft.sim.errors import OutOfBoundsError, RaceError
-from weft.sim.observer import Atomic, HandOver, HostSignal, Observer
+from weft.sim.observer import Atomic, Flagged, HandOver, HostSignal, Observer
 
 if TYPE_CHECKING:
     from weft.sim.check.recording import Tape
     from weft.sim.schedule.scheduler import Strand
 
 READ, WRITE, ATOMIC_READ, ATOMIC = "reads", "writes", "polls", "updates"
+FLAG, TAKE = "flags", "takes"  # words that carry their flag
+WRITES = (WRITE, FLAG)
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ class Detector(Clocks, Observer):
     def begin_launch(self, host: Strand, slots: Sequence[int]) -> None:
         for slot in slots:
             self.join(slot, [host.slot])
-            self.barrier(slot)
+            self.begin(slot)
 
     def reuse(self, host: Strand, slot: int, host_slot: int) -> None:
         self.restart(slot, host_slot)
@@ -154,6 +156,16 @@ class Detector(Clocks, Observer):
                 self.acquire(strand.slot, address, done.scope)
             if done.sem in ("release", "acq_rel") and done.changed:
                 self.release(strand.slot, address, done.scope)
+
+    def flagged(self, strand: Strand, words: Flagged) -> None:
+        self.access(strand, words.addresses, pad.WORD_BYTES, FLAG, str(words.generation))
+        for block in words.blocks:
+            self.flag(strand.slot, block)
+
+    def taken(self, strand: Strand, words: Flagged) -> None:
+        self.access(strand, words.addresses, pad.WORD_BYTES, TAKE, str(words.generation))
+        for block in words.blocks:
+            self.take(strand.slot, block)
 
     def post(self, strand: Strand, signal: HostSignal) -> None:
         self.access(strand, np.array([signal.address], np.uint64), pad.WORD_BYTES, ATOMIC)
@@ -235,6 +247,8 @@ class Detector(Clocks, Observer):
         writer, written = region.writer[index], region.written[index]
         late = written > clock[writer - 1]
         late &= writer != 0
+        if kind == TAKE and late.any():
+            late &= ~self._flagged(writer, written)
         if late.any():
             at = int(np.argmax(late))
             self._race(region, strand, event, index[late], int(writer[at]) - 1, int(written[at]))
@@ -242,7 +256,7 @@ class Detector(Clocks, Observer):
             mine = (writer == slot + 1) & (written > self._barriers[slot])
             if mine.any():
                 self._check_own(region, strand, event, index, written, mine)
-        if not region.defined and kind != WRITE and not writer.all():
+        if not region.defined and kind not in WRITES and not writer.all():
             never = writer == 0
             if region.atomics is not None:
                 never &= ~region.atomics[index].any(1)
@@ -256,9 +270,9 @@ class Detector(Clocks, Observer):
                 )
         if region.atomics is not None:
             self._check_table(region, region.atomics, strand, event, index)
-        if kind in (WRITE, ATOMIC):
+        if kind in (*WRITES, ATOMIC):
             self._check_table(region, region.reads, strand, event, index)
-        if kind == WRITE:
+        if kind in WRITES:
             region.writer[index], region.written[index] = slot + 1, number
             return
         column = region.column(slot)
@@ -268,6 +282,15 @@ class Detector(Clocks, Observer):
         if region.atomics is None:
             region.atomics = untouched_zeros(region.reads.shape, np.int32)
         region.atomics[index, column] = number
+
+    def _flagged(self, writer: Array, written: Array) -> Array:
+        """Where the last writes, of these slots + 1 and numbers, were of words with their flags."""
+        found = np.zeros(writer.shape, bool)
+        for slot, number in set(zip(writer.tolist(), written.tolist(), strict=True)) - {(0, 0)}:
+            event = self._events[slot - 1][number]
+            if event is not None and event.kind == FLAG:
+                found |= (writer == slot) & (written == number)
+        return found
 
     def _check_own(
         self,

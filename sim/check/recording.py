@@ -6,6 +6,7 @@ strand has read the same: memory is identified by names, not by addresses.
 
     touch    accesses to memory between two signals        wait, await    until a word has a value
     atomic, post     a word is read or changed, or both    look, put, poke    as plain memory
+    flag, take     words that carry their flag
     barrier, fork, join, restart, place    of clocks       start          concurrent programs
     arrive, attend, send, receive  meetings and messages   progress       polls are not in vain
 
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from weft.sim.observer import Atomic, HandOver, HostSignal, Observer
+from weft.sim.observer import Atomic, Flagged, HandOver, HostSignal, Observer, Vain
 
 if TYPE_CHECKING:
     from weft.sim.check.regions import Region
@@ -43,6 +44,8 @@ class Track:
 
     Attributes:
         key: the same in every schedule.
+        look: the first of its last operations that took flagged words, and the one after the last:
+            if one of the words is missing, they will all be looked at again.
         awaited: value of a wait that has not come to its end; `arrived`: each of its words, with
             the operation that ended it.
     """
@@ -50,6 +53,7 @@ class Track:
     key: Hashable
     ops: list[Op] = field(default_factory=list)
     touched: list[tuple[Region, Array, str, str]] = field(default_factory=list)
+    look: tuple[int, int] | None = None
     awaited: int | None = None
     arrived: dict[Hashable, Op | None] = field(default_factory=dict)
 
@@ -59,6 +63,8 @@ class Tape(Observer):
 
     Attributes:
         order: (track, number of the operation) of all accesses, in an order that signals allow.
+        vain: loads of flagged words that were made again, as they are not by a kernel that does
+            not look at flags as it should.
         unfit: why no other schedule can be told from this one, if so.
     """
 
@@ -66,6 +72,7 @@ class Tape(Observer):
         self.tracks: dict[Hashable, Track] = {}
         self.order: list[tuple[Hashable, int]] = []
         self.unfit = ""
+        self.vain: set[Vain] = set()
         self._places: list[Place] = []  # of each slot
 
     def new_lane(self, rank: int, lane: int) -> None:
@@ -134,6 +141,27 @@ class Tape(Observer):
             self._signal(strand, "await", signal.word, signal.value)
         else:
             self._take(strand)  # it will look again
+
+    def flagged(self, strand: Strand, words: Flagged) -> None:
+        self._signal(strand, "flag", tuple(words.names), words.generation)
+
+    def taken(self, strand: Strand, words: Flagged) -> None:
+        track, began = strand.track, len(strand.track.ops)
+        if track.look is None or track.look[1] != began:
+            track.look = began, began
+        self._signal(strand, "take", tuple(words.names), words.generation, words.site)
+        track.look = track.look[0], len(track.ops)
+
+    def looks_again(self, strand: Strand, found: Vain) -> None:
+        track = strand.track
+        self.vain.add(found)
+        if track.look is not None and track.look[1] == len(track.ops):
+            began = track.look[0]
+            del track.ops[began:]
+            late = [at for at, (key, n) in enumerate(self.order) if key == track.key and n >= began]
+            for at in reversed(late):
+                del self.order[at]
+        track.look = None
 
     def threads_meet(self, strand: Strand) -> None:
         self._sync(strand, "barrier", self._place(strand))

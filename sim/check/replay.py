@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from weft.sim.check.races import ATOMIC, ATOMIC_READ, WRITE
+from weft.sim.check.races import ATOMIC, ATOMIC_READ, FLAG, TAKE, WRITES
 from weft.sim.check.recording import HOST, Op, Place, Tape, Touch, Track
 from weft.sim.check.vector_clocks import Array
+from weft.sim.observer import Vain
 
 _NOBODY = np.empty(0, np.int64)
 
@@ -75,6 +76,7 @@ class Recording:
     def __init__(self, world_size: int, concurrent: bool) -> None:
         self.concurrent = concurrent
         self.unfit = ""
+        self.vain: set[Vain] = set()
         self.world_size = world_size
         self.stretches: dict[Hashable, Stretch] = {}
         self.nodes: list[Node] = []
@@ -86,6 +88,7 @@ class Recording:
     def learn(self, tape: Tape) -> None:
         """Take in what a schedule has left."""
         self.unfit = self.unfit or tape.unfit
+        self.vain |= tape.vain
         if self.unfit:
             return
         found: dict[tuple[Hashable, int], int] = {}
@@ -171,6 +174,9 @@ class Recording:
                 steps.append(("glance", self._word(op[1]), op[4] == "sys"))
             elif kind in ("atomic", "wait"):
                 steps.append((kind, self._word(op[1]), *op[2:-2], self._place(op[-2]), node))
+            elif kind in ("flag", "take"):
+                words = [self._word(word) for word in op[1]]
+                steps.append((kind, words, *op[2:-2], self._place(op[-2]), node))
             elif kind in ("post", "await"):
                 steps.append((kind, self._word(op[1]), op[2], self._place(op[3]), node))
             elif kind in ("look", "put", "poke"):
@@ -187,14 +193,14 @@ class Recording:
     def _find_rivals(self, region: list[Access], known: int) -> None:
         """Rivals among the accesses to one region, of nodes from `known` on with all."""
         lows, highs = (np.array([a[i] for a in region]) for i in (4, 5))
-        writes = np.array([a.kind in (WRITE, ATOMIC) for a in region])
+        writes = np.array([a.kind in (*WRITES, ATOMIC) for a in region])
         places = np.array([self.nodes[a.node].place for a in region])
         for access in region:
             if access.node < known:
                 continue
             near = (lows <= access.high) & (highs >= access.low)
             near &= places != self.nodes[access.node].place
-            if access.kind not in (WRITE, ATOMIC):
+            if access.kind not in (*WRITES, ATOMIC):
                 near &= writes
             for at in np.flatnonzero(near):
                 other = region[at]
@@ -208,6 +214,8 @@ class Recording:
             enough = ("gpu", "sys") if near else ("sys",)
             if one.scope in enough and other.scope in enough:
                 return False
+        if {one.kind, other.kind} == {FLAG, TAKE} and one.scope == other.scope:
+            return False  # of one generation: it was looked for
         return bool(np.isin(one.units, other.units, assume_unique=True).any())
 
     def _put_in_order(self, nodes: list[int]) -> None:
@@ -226,7 +234,7 @@ class Recording:
 
 
 _ATOMICS = (ATOMIC, ATOMIC_READ)
-_TOUCHING = ("touch", "wait", "atomic", "post", "await")
+_TOUCHING = ("touch", "wait", "atomic", "post", "await", "flag", "take")
 
 
 def _access(node: int, touch: Touch) -> tuple[Hashable, Access]:

@@ -9,7 +9,7 @@ from types import CodeType, FrameType
 import torch
 import triton
 
-from weft.collectives.device import addresses, failures, polling, signals, waits
+from weft.collectives.device import addresses, failures, flagged, polling, signals, waits
 
 # Frames of these are machinery, not the code that is looked at.
 _MACHINERY = (
@@ -20,7 +20,7 @@ _MACHINERY = (
 )
 _SIGNALS = tuple(
     path
-    for module in (addresses, failures, polling, signals, waits)
+    for module in (addresses, failures, flagged, polling, signals, waits)
     for path in (str(module.__file__), str(Path(str(module.__file__)).resolve()))
 )
 _DEPTH = 3

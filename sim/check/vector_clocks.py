@@ -36,6 +36,9 @@ class Clocks:
         self.ranks: list[int] = []
         self._barriers: list[int] = []  # number of the last access before a slot's last barrier
         self._signals: dict[Hashable, Release] = {}
+        self._begun: list[Array] = []  # of each slot, its clock when its launch began
+        self._taken: list[Array] = []  # and what the flagged words that it took are ordered after
+        self._words: dict[Hashable, Array] = {}  # published by flagged words
         self._ended: dict[int, Array] = {}  # slot -> clock of the launch's programs that had it
 
     def new_slot(self, rank: int) -> int:
@@ -46,11 +49,16 @@ class Clocks:
         self.clocks.append(np.zeros(self._capacity, np.int32))
         self.ranks.append(rank)
         self._barriers.append(0)
+        self._begun.append(np.zeros(self._capacity, np.int32))
+        self._taken.append(np.zeros(self._capacity, np.int32))
         return slot
 
     def _widen(self) -> None:
         before, self._capacity = self._capacity, self._capacity * 2
         self.clocks = [np.pad(clock, (0, before)) for clock in self.clocks]
+        self._begun = [np.pad(clock, (0, before)) for clock in self._begun]
+        self._taken = [np.pad(clock, (0, before)) for clock in self._taken]
+        self._words = {word: np.pad(clock, (0, before)) for word, clock in self._words.items()}
         self._ended = {slot: np.pad(clock, (0, before)) for slot, clock in self._ended.items()}
         for signal in self._signals.values():
             signal.within = {r: np.pad(c, (0, before)) for r, c in signal.within.items()}
@@ -62,6 +70,7 @@ class Clocks:
         clock = self.clocks[slot]
         for other in others:
             np.maximum(clock, self.clocks[other], out=clock)
+            np.maximum(clock, self._taken[other], out=clock)
             ended = self._ended.pop(other, None)
             if ended is not None:
                 np.maximum(clock, ended, out=clock)
@@ -69,11 +78,28 @@ class Clocks:
     def restart(self, slot: int, host: int) -> None:
         """A program of a launch has ended, and `slot` is another one's: that comes after what
         `host` had done before the launch, whatever the one before it has waited for."""
-        clock, ended = self.clocks[slot], self._ended.get(slot)
+        clock, ended = np.maximum(self.clocks[slot], self._taken[slot]), self._ended.get(slot)
         self._ended[slot] = clock if ended is None else np.maximum(ended, clock)
         fresh = self.clocks[slot] = self.clocks[host].copy()
         fresh[slot] = clock[slot]
+        self.begin(slot)
+
+    def begin(self, slot: int) -> None:
+        """A program of a launch begins, whose clock is `slot`."""
+        self._begun[slot] = self.clocks[slot].copy()
+        self._taken[slot] = np.zeros(self._capacity, np.int32)
         self.barrier(slot)
+
+    def flag(self, slot: int, word: Hashable) -> None:
+        """Publish with flagged words, called `word`, what they are ordered after: what came before
+        the launch of `slot`, whose start is a fence, and what its program had taken."""
+        self._words[word] = np.maximum(self._begun[slot], self._taken[slot])
+
+    def take(self, slot: int, word: Hashable) -> None:
+        """Be ordered after what these words have published, from the next launch on, and in what
+        this program flags itself."""
+        if (published := self._words.get(word)) is not None:
+            np.maximum(self._taken[slot], published, out=self._taken[slot])
 
     def ever(self, slot: int) -> Array:
         """The clock of `slot`, and of the programs that it was before in this launch."""

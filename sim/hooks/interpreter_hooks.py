@@ -29,6 +29,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from weft.sim.hooks import fast_integers
+from weft.sim.schedule.scheduler import strand_here
 
 if TYPE_CHECKING:
     from weft.sim.run.world import World
@@ -202,12 +203,23 @@ class _Hooks:
 
     def masked_load(self, ptrs: Any, mask: Any, *rest: Any, **kwargs: Any) -> Any:
         if self._world.active():
-            self._note(ptrs, mask, "reads")
+            if generation := strand_here().flagged:
+                self._world.take_flagged(live_addresses(ptrs, mask), generation)
+            else:
+                self._note(ptrs, mask, "reads")
         return self._load(ptrs, mask, *rest, **kwargs)
 
     def masked_store(self, ptrs: Any, value: Any, mask: Any, *rest: Any, **kwargs: Any) -> Any:
-        if self._world.active():
-            self._note(ptrs, mask, "writes", value)
+        if not self._world.active():
+            return self._store(ptrs, value, mask, *rest, **kwargs)
+        if generation := strand_here().flagged:
+            accessed = live_addresses(ptrs, mask)
+            if not accessed.size:
+                return None
+            return self._world.store_flagged(
+                accessed, generation, lambda: self._store(ptrs, value, mask, *rest, **kwargs)
+            )
+        self._note(ptrs, mask, "writes", value)
         return self._store(ptrs, value, mask, *rest, **kwargs)
 
     def atomic_cas(self, ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> Any:

@@ -91,7 +91,7 @@ def _noting(kind: Any, tracer: Tracer, numerics: bool) -> dict[str, Any]:
     def masked_load(self: Any, ptrs: Any, mask: Any, *rest: Any, **kwargs: Any) -> Any:
         element, strand = ptrs.get_element_ty(), local.strand
         number = None
-        if strand is not None and strand.lane is not None:
+        if strand is not None and strand.lane is not None and strand.missing is None:
             bits = element.primitive_bitwidth
             floating = element.is_floating()
             name = _DTYPES.get(element.name, "float8") if floating else ""

@@ -31,7 +31,7 @@ from weft.sim.progress_bar import progress
 from weft.sim.run import distributed_hooks
 from weft.sim.run.world import Programs, World
 from weft.sim.schedule.player import made_by, schedule_of
-from weft.sim.schedule.scheduler import Scheduler, local, positions
+from weft.sim.schedule.scheduler import Scheduler, local, positions, strand_here
 from weft.sim.schedule.schedules import (
     Changes,
     Directed,
@@ -354,8 +354,12 @@ def _polls(world: World) -> Iterator[None]:
         if world.active():
             world.expect(addresses, value)
 
+    def on_flagged(generation: int) -> None:
+        if world.active():
+            strand_here().flagged = generation
+
     try:
-        with patch.multiple(polling, on_poll=on_poll, on_wait=on_wait):
+        with patch.multiple(polling, on_poll=on_poll, on_wait=on_wait, on_flagged=on_flagged):
             yield
     finally:
         # The meshes of another schedule are others.

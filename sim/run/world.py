@@ -27,7 +27,7 @@ from weft.sim.errors import OutOfBoundsError, SimError
 from weft.sim.hooks.host_access import HostAccesses, addresses, tensors_in
 from weft.sim.hooks.host_ops import HostOps
 from weft.sim.hooks.interpreter_hooks import Effect
-from weft.sim.observer import Atomic, HostSignal, Observer
+from weft.sim.observer import Array, Atomic, Flagged, HostSignal, Observer, Vain
 from weft.sim.run import distributed_hooks
 from weft.sim.run.launches import Launches
 from weft.sim.run.team import Team, Teams, word_told
@@ -41,6 +41,7 @@ P = ParamSpec("P")
 
 _GUARD_BYTES = 1 << 20  # untouchable memory before and after each buffer
 _ALIGN = 4096
+_FLAG = 0xFFFFFFFF
 _start = attrgetter("start")
 
 
@@ -53,6 +54,13 @@ class _Segment(NamedTuple):
     rank: int
     pad_bytes: int
     name: Hashable
+
+
+def _runs(words: Array) -> list[tuple[int, int]]:
+    """The first and the last of words that lie side by side, of each such run."""
+    ends = np.flatnonzero(words[1:] != words[:-1] + np.uint64(pad.WORD_BYTES))
+    firsts, lasts = words[np.append(0, ends + 1)], words[np.append(ends, -1)]
+    return list(zip(firsts.tolist(), lasts.tolist(), strict=True))
 
 
 class World(Teams[Team]):
@@ -84,6 +92,8 @@ class World(Teams[Team]):
         scheduler.explain = self._awaited
         self._segments: list[_Segment] = []  # by address
         self._values: dict[int, int] = {}  # last value seen of a polled word
+        self._blocks: dict[int, int] = {}  # of flagged words stored together: from where to where
+        self._awaited_words: set[int] = set()  # flagged words that were missing
         self._slots = self._buffers = 0
         self._shared = [0] * world_size  # how many tensors each rank has shared
         self.launch = Launches(self).run
@@ -219,6 +229,55 @@ class World(Teams[Team]):
             if strand.vain:
                 self.scheduler.point(strand)
 
+    def store_flagged(self, accessed: Array, generation: int, store: Callable[[], Any]) -> Any:
+        """`store()` leaves words with their flags at `accessed`, each in one piece."""
+        strand, scheduler = strand_here(), self.scheduler
+        scheduler.point(strand)
+        self.tell(Observer.flush, strand)
+        out, blocks = store(), {}
+        for first, last in _runs(accessed):
+            self._blocks[first] = last + pad.WORD_BYTES
+            scheduler.changed(first)
+            blocks[first] = scheduler.versions[first]
+            for address in [each for each in self._awaited_words if first < each <= last]:
+                scheduler.changed(address)
+        self.tell(Observer.flagged, strand, self._flagged(accessed, generation, blocks))
+        scheduler.progressed(strand)
+        return out
+
+    def take_flagged(self, accessed: Array, generation: int) -> bool:
+        """Words at `accessed` are loaded next: whether all have the flag of `generation`."""
+        strand, scheduler = strand_here(), self.scheduler
+        scheduler.point(strand)
+        self.tell(Observer.flush, strand)
+        words = [ctypes.c_int64.from_address(address) for address in accessed.tolist()]
+        late = [at for at, word in enumerate(words) if (word.value >> 32 ^ generation) & _FLAG]
+        if self.symmetric:  # the peer that would store them does not run
+            for at in late:
+                words[at].value = words[at].value & _FLAG | generation << 32
+        elif late:
+            address, seen = int(accessed[late[0]]), words[late[0]].value >> 32 & _FLAG
+            self._awaited_words.add(address)
+            scheduler.polled(strand, address, generation)
+            if strand.missing is None:
+                site = scheduler.sites.text(strand.site)
+                strand.missing = address, Vain(site, generation & _FLAG, seen)
+            return False
+        blocks = {}
+        for address, last in _runs(accessed):
+            while address <= last:
+                end = self._blocks.get(address)
+                if end is not None:
+                    blocks[address] = scheduler.versions[address]
+                address = end or address + pad.WORD_BYTES
+        self.tell(Observer.taken, strand, self._flagged(accessed, generation, blocks))
+        return True
+
+    def _flagged(self, accessed: Array, generation: int, blocks: dict[int, int]) -> Flagged:
+        names = [self._word(address) for address in blocks]
+        site = self.scheduler.sites.text(strand_here().site)
+        return Flagged(accessed, generation & _FLAG, blocks, names, site)
+
     def _word(self, address: int) -> Hashable | None:
         """What the word at `address` is called in every schedule; None if it is not shared."""
         segment = self._segment(address)
@@ -341,13 +400,18 @@ class World(Teams[Team]):
     def poll(self, address: int, value: int) -> int:
         """A kernel awaits `value` at `address`: it goes on when the word changes."""
         strand = strand_here()
-        if self.symmetric:  # the peer that would write it does not run
+        if (missing := strand.missing) is not None:  # the first of flagged words that were
+            strand.missing, (address, vain) = None, missing
+            self.tell(Observer.looks_again, strand, vain)
+        elif self.symmetric:  # the peer that would write it does not run
             ctypes.c_int64.from_address(address).value = value
             self._changed(address)
             return 0
         # Others may have come between this poll and that of another lane.
         version = strand.words[address]
         self.scheduler.sleep_on(strand, address, version, lambda: self._awaited(address, value))
+        if missing is not None:
+            self._awaited_words.discard(address)
         return 0
 
     def _awaited(self, address: int, value: int | None) -> str:

@@ -26,6 +26,7 @@ import numpy as np
 from weft.sim.check.recording import Op
 from weft.sim.check.replay import Recording, Stretch
 from weft.sim.check.vector_clocks import Array, Clocks
+from weft.sim.observer import Vain
 from weft.sim.schedule.scheduler import Scheduler, Stop, Strand
 from weft.sim.schedule.schedules import Directed, Policy
 
@@ -215,6 +216,27 @@ class Player:
             seen.append(scheduler.versions.get(word, 0))
             self._touch(node)
             self._clocks.acquire(place, word, "sys")
+        elif kind == "flag":
+            _, words, generation, place, node = step
+            yield
+            self._touch(node)
+            for word in words:
+                self._clocks.flag(place, word)
+                self._values[word] = generation
+                scheduler.changed(word)
+            scheduler.progressed(strand)
+        elif kind == "take":
+            _, words, generation, site, place, node = step
+            yield
+            for word in words:
+                while (found := self._values.get(word, 0)) != generation:
+                    if Vain(site, generation, found) not in self._recording.vain:
+                        raise DiffersError
+                    yield from self._until_changed(strand, word)
+                seen.append(scheduler.versions.get(word, 0))
+            self._touch(node)
+            for word in words:
+                self._clocks.take(place, word)
         elif kind == "attend":
             _, key, size = step
             meeting = self._meetings[key]
@@ -255,7 +277,7 @@ class Player:
         elif kind == "fork":
             for place in step[2]:
                 clocks.join(place, [step[1]])
-                clocks.barrier(place)
+                clocks.begin(place)
         elif kind == "restart":
             clocks.restart(step[1], step[2][0])
         elif kind == "join":
@@ -272,7 +294,7 @@ class Player:
         np.maximum(own, clock, out=own)
 
 
-_SLEEPING = ("post", "await", "attend", "receive", "start")
+_SLEEPING = ("post", "await", "flag", "take", "attend", "receive", "start")
 
 
 def outcome(effect: tuple[Any, ...], value: int) -> tuple[int, bool]:

@@ -21,6 +21,7 @@ import torch
 from weft.sim.check.recording import Track
 from weft.sim.check.sites import Sites
 from weft.sim.errors import DeadlockError
+from weft.sim.observer import Vain
 from weft.sim.schedule.schedules import Policy, Visiting
 from weft.sim.time.trace import Lane
 
@@ -55,6 +56,8 @@ class Strand:
         looks_for: address -> value, of the last wait that it began.
         timed: whether what it does takes virtual time.
         to_come: programs of its launch that run in turn after this one.
+        flagged: generation of the words that it loads or stores now (`flagged`), or 0.
+        missing: the first word without its flag that it has seen since it last slept, and how.
         name: the same in every schedule.
     """
 
@@ -74,6 +77,8 @@ class Strand:
     looks_for: dict[int, int] = field(default_factory=dict)
     timed: bool = True
     to_come: int = 0
+    flagged: int = 0
+    missing: tuple[int, Vain] | None = None
     track: Track = field(default_factory=lambda: Track(None))
     name: tuple[int, str] = field(init=False)
     baton: threading.Lock = field(default_factory=_held)
@@ -204,6 +209,7 @@ class Scheduler:
     def progressed(self, strand: Strand) -> None:
         """`strand` has got on, by a store or to the next program: its next polls may be the same
         as its last ones, and are not in vain."""
+        strand.missing = None
         if strand.words:
             strand.words.clear()
             strand.vain = 0

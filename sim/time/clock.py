@@ -23,6 +23,7 @@ from functools import partial
 from weft.collectives.prices.hardware import Hardware
 from weft.sim.time.trace import (
     Beside,
+    Flag,
     HostOp,
     KernelLaunch,
     Meet,
@@ -398,9 +399,15 @@ class Clock:
                 yield calendar.now + event.nbytes / per_core
                 stored = Join(1)
                 self._store(rank, event.owner, event.nbytes, 1, stored)
+                for address, version in event.flags:
+                    there = Flag(address, version, event.owner)
+                    stored.then(partial(self._deliver, rank, there))
                 stored.part_done()
                 fence = max(fence, self._load_latency(rank, event.owner))
                 kind = "moving"
+            elif isinstance(event, Flag):
+                stored.then(partial(self._deliver, rank, event))
+                continue
             elif isinstance(event, Wait):
                 yield from self._arrivals(event)
                 yield calendar.now + hardware.l2_latency_us
@@ -526,7 +533,7 @@ class Clock:
 
     # Signals
 
-    def _deliver(self, rank: int, signal: Signal) -> None:
+    def _deliver(self, rank: int, signal: Signal | Flag) -> None:
         self._arrives(rank, signal, self._calendar.now + self._way_us(rank, signal.owner))
 
     def _update(self, rank: int, update: Update, issued: float) -> None:
@@ -537,7 +544,7 @@ class Clock:
     def _way_us(self, rank: int, owner: int) -> float:
         return self._hw.link_latency_us if owner != rank else self._hw.l2_latency_us
 
-    def _arrives(self, rank: int, change: Signal | Update, at: float) -> None:
+    def _arrives(self, rank: int, change: Signal | Flag | Update, at: float) -> None:
         key = (change.address, change.version)
 
         def arrive() -> None:
@@ -592,8 +599,11 @@ def _changes(trace: Trace) -> list[tuple[int, int]]:
             if isinstance(event, KernelLaunch):
                 for events in event.programs:
                     found += [
-                        (e.address, e.version) for e in events if isinstance(e, (Signal, Update))
+                        (e.address, e.version)
+                        for e in events
+                        if isinstance(e, (Signal, Flag, Update))
                     ]
+                    found += [each for e in events if isinstance(e, Store) for each in e.flags]
             elif isinstance(event, Signal):
                 found.append((event.address, event.version))
     return found

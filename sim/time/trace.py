@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from weft.sim.observer import Atomic, HostSignal, Observer
+from weft.sim.observer import Atomic, Flagged, HostSignal, Observer, Vain
 
 if TYPE_CHECKING:
     from weft.sim.check.regions import Region
@@ -56,11 +56,16 @@ class Work:
 
 @dataclass(slots=True)
 class Store:
-    """A store to rank `owner`'s memory: of what event `loaded` brought, or (None) of results."""
+    """A store to rank `owner`'s memory: of what event `loaded` brought, or (None) of results.
+
+    `flags`: of words with their flags, which are there once it is: (address of the first of them,
+    which of its changes that is).
+    """
 
     owner: int
     nbytes: int
     loaded: int | None = None
+    flags: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -74,6 +79,16 @@ class Signal:
     version: int
     owner: int
     release: bool = True
+
+
+@dataclass(slots=True)
+class Flag:
+    """Words with their flags, too few to take time, reach rank `owner` with the program's store
+    before: the first of them changes for the `version`-th time."""
+
+    address: int
+    version: int
+    owner: int
 
 
 @dataclass(slots=True)
@@ -131,7 +146,7 @@ class HostOp:
     collective: bool = False
 
 
-ProgramEvent = Work | Store | Signal | Wait | Update
+ProgramEvent = Work | Store | Signal | Flag | Wait | Update
 
 
 @dataclass(slots=True)
@@ -172,7 +187,8 @@ class Lane:
     """Collects what one program does."""
 
     __slots__ = (
-        "_dtype", "_position", "_results", "_specials", "_width", "_work", "events", "loops",
+        "_dtype", "_look", "_position", "_results", "_specials", "_width", "_work", "events",
+        "loops",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -182,6 +198,7 @@ class Lane:
         self._position = 0  # loads since the last dot
         self._results = self._specials = 0  # likewise
         self._dtype, self._width = "float32", 64
+        self._look: Wait | None = None  # at flagged words
 
     def load(self, owner: int, address: int, nbytes: int, dtype: str, width: int) -> int | None:
         """`width` is that of an element in bits; 0 if it is an integer. Number of its event."""
@@ -221,7 +238,7 @@ class Lane:
 
     def add(self, event: ProgramEvent) -> None:
         """Anything that ends the pipeline."""
-        self._work, self._position = None, 0
+        self._work, self._position, self._look = None, 0, None
         self._results = self._specials = 0  # what no dot comes after is hidden by others' loads
         # Polls in vain are one wait: for what the last of them saw.
         last = self.events[-1] if self.events else None
@@ -229,6 +246,33 @@ class Lane:
             case Wait(versions), Wait(before) if versions.keys() == before.keys():
                 self.events.pop()
         self.events.append(event)
+
+    def flag(self, address: int, version: int, owner: int) -> None:
+        """What was just stored to `owner` were words with their flags."""
+        for event in reversed(self.events):
+            if isinstance(event, Store):
+                if event.owner == owner:
+                    event.flags.append((address, version))
+                    return
+            elif not isinstance(event, Flag):
+                break
+        self.add(Flag(address, version, owner))
+
+    def take(self, versions: dict[int, int]) -> None:
+        """Flagged words are loaded next; all that one look loads is under way together."""
+        if self._look is None:
+            look = Wait(versions)
+            self.add(look)
+            self._look = look
+        else:
+            self._look.versions |= versions
+
+    def looks_again(self) -> None:
+        """Words were missing: a look takes time when it has found all."""
+        if self._look is not None:
+            while self.events.pop() is not self._look:
+                pass
+            self._work, self._look = None, None
 
     def _pipeline(self) -> Work:
         if self._work is None:
@@ -344,6 +388,19 @@ class Tracer(Observer):
                 self.add(strand, Update(address, version, owner))
             else:
                 self.add(strand, Signal(address, version, owner, done.sem == "release"))
+
+    def flagged(self, strand: Strand, words: Flagged) -> None:
+        if strand.timed and strand.lane is not None:
+            for address, version in words.blocks.items():
+                strand.lane.flag(address, version, self.owner(address, strand.rank))
+
+    def taken(self, strand: Strand, words: Flagged) -> None:
+        if strand.timed and strand.lane is not None:
+            strand.lane.take(dict(words.blocks))
+
+    def looks_again(self, strand: Strand, found: Vain) -> None:
+        if strand.lane is not None:
+            strand.lane.looks_again()
 
     def post(self, strand: Strand, signal: HostSignal) -> None:
         owner = self.owner(signal.address, -1)

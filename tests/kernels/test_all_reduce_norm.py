@@ -16,6 +16,7 @@ from test_normalized_sum import check, numbers, operands
 
 import weft
 from weft.collectives import chunk_sizes, resolve
+from weft.collectives.ranks import pad
 from weft.errors import MismatchError
 from weft.kernels.engine.chips import INTERPRETER
 from weft.kernels.engine.fp8 import FP8
@@ -219,3 +220,139 @@ def test_launches_that_the_heuristic_does_not_choose_here(
             assert bool(((shown - wanted).abs() <= near).all())
         else:
             check("y", y, wanted, H)
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def by_words(T: int, H: int, dtype: torch.dtype, one_shot: bool, part: int = 16) -> Any:
+    """A launch of flagged words on this group, as a function of this rank's x and the residual."""
+    group = resolve(None)
+    share = chunk_sizes(T, group.world_size)[0]
+    config = rms_norm_launch.RMSNormConfig(2, part, one_shot, flagged=True)
+    nbytes = rms_norm_launch.workspace_bytes(T, share, H, dtype, group.world_size, config)
+    ws = weft.collectives.workspace(group, nbytes, channel=config.channel)
+
+    def run(x: torch.Tensor, kept: torch.Tensor | None, whole: bool = True, **options: Any) -> Any:
+        return rms_norm_launch.launch_sum_rms_norm(
+            x, ws, share, weight=None, residual=kept, eps=1e-3, whole=whole, config=config,
+            **options,
+        )  # fmt: skip
+
+    return ws, run
+
+
+@needs_interpreter
+@pytest.mark.ranks(
+    1, 2, pytest.param(3, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)
+)
+def test_words_have_the_bits_of_signalled_rows() -> None:
+    """In one shot and in two, all dtypes, rows that are odd, few, and in parts; a late rank."""
+    rank, W = dist.get_rank(), dist.get_world_size()
+    for dtype, T, H in ((torch.float32, 3, 33), (torch.bfloat16, 5, 71), (torch.float16, 1, 40)):
+        share, part = chunk_sizes(T, W)[0], 32
+        xs = [numbers(T, H, seed=r, dtype=dtype) for r in range(W)]
+        kept = numbers(T, H, seed=20, dtype=dtype)
+        plain = rms_norm_launch.RMSNormConfig(2, part, one_shot=True)
+        nbytes = rms_norm_launch.workspace_bytes(T, share, H, dtype, W, plain)
+        signalled = weft.collectives.workspace(None, nbytes, channel="norm test")
+        like = rms_norm_launch.launch_sum_rms_norm(
+            xs[rank] * 3, signalled, share, weight=None, residual=kept, eps=1e-3, whole=True,
+            config=plain,
+        )  # fmt: skip
+        for one_shot in (True, False):
+            ws, run = by_words(T, H, dtype, one_shot, part)
+            dist.barrier()
+            for half in range(2):  # of NaN, whose flag is that of no call here
+                ws.tensor(rank, half, (ws.half_bytes,), torch.uint8).fill_(255)
+            dist.barrier()
+            for call in (1, 2, 3):
+                if rank and call == 2:
+                    time.sleep(0.05)
+                y, h = run(xs[rank] * call, kept)
+                exact = [x.double() * call for x in xs]
+                wanted, total = reference(exact, kept.double(), None, 1e-3)
+                check("h", h, total, W)
+                check("y", y, wanted, H)
+                same_everywhere(y, h)
+            assert all(map(torch.equal, (y, h), like))
+        y, h = run(xs[rank] * 3, kept[rank * share :][:share].clone(), whole=False)
+        assert torch.equal(y, like[0])
+        assert torch.equal(h, like[1][rank * share :][:share])
+
+
+@needs_interpreter
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("one_shot", [True, False])
+def test_flags_of_words_come_again(one_shot: bool) -> None:
+    """Across the 2^32th call; and in the last calls of every 2^31 all words are stored anew."""
+    rank, T, H = dist.get_rank(), 3, 37
+    xs = [numbers(T, H, seed=r) for r in range(2)]
+    ws, run = by_words(T, H, torch.float32, one_shot, 32)
+    for before in (2**31 - 3, 2**32 - 3):
+        dist.barrier()
+        ws.buffer.pad_of(rank)[pad.GENERATION] = before
+        for half in range(2):  # of flags that are to come
+            words = ws.tensor(rank, half, (ws.half_bytes // 8, 2), torch.int32)
+            words.fill_(signed(before + 4))
+        dist.barrier()
+        for call in range(1, 5):
+            _, h = run(xs[rank] * call, None)
+            torch.testing.assert_close(h, (xs[0] + xs[1]) * call)
+            dist.barrier()
+            for half in range(2) if call == 2 else ():
+                words = ws.tensor(rank, half, (ws.half_bytes // 8, 2), torch.int32)
+                assert words[:, 1].unique().tolist() == [signed(before + 1 + half)]
+            dist.barrier()
+
+
+def signed(flag: int) -> int:
+    """The lower 32 bits, as an int32 has them."""
+    return (flag + 2**31) % 2**32 - 2**31
+
+
+@needs_interpreter
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("absent", [0, 1])
+def test_words_of_an_absent_rank(absent: int) -> None:
+    """Results are NaN, and the next call tells who was waited for."""
+    rank, x = dist.get_rank(), torch.ones(3, 8)
+    ws, run = by_words(3, 8, torch.float32, one_shot=bool(absent))
+    dist.barrier()
+    if rank != absent:
+        with patch.dict(os.environ, WEFT_TIMEOUT_S="0.2"):
+            y, h = run(x, None)
+        assert bool(y.isnan().all() & h.isnan().all())
+        with pytest.raises(weft.PeerTimeout, match=f"rank {rank} waited .* for rank {absent}"):
+            ws.check("norm")
+    dist.barrier()
+    weft.collectives.close()
+
+
+@needs_interpreter
+@pytest.mark.ranks(2)
+def test_words_by_the_ops() -> None:
+    """Where they are predicted to be quicker, the ops take them: forward, backward, compiled."""
+
+    def flagged(rows: int, share: int, H: int, dtype: Any, W: int, chip: Any, whole: bool) -> Any:
+        return rms_norm_launch.by_words(rows, share, H, dtype, whole and rows < 4, chip)
+
+    with patch.object(rms_norm_launch, "quickest_norm", flagged), weft.engine("triton"):
+        for case in ("fewer rows than ranks", "one token", "no rows"):
+            run_case(CASES[case])
+        x = numbers(4, 6, seed=dist.get_rank())
+        compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+        for _ in range(2):
+            torch.testing.assert_close(compiled(x, x, x[0]), loss(x, x, x[0]))
+        rows = chunk_sizes(5, 2)[dist.get_rank()]
+        kept = numbers(5, 6, seed=3)
+        mine = kept.split(chunk_sizes(5, 2))[dist.get_rank()]
+        assert len(mine) == rows
+        xs = [numbers(5, 6, seed=r) for r in range(2)]
+        for _ in range(3):
+            y, h = weft.reduce_scatter_rms_norm_all_gather(
+                xs[dist.get_rank()], None, residual=mine, eps=1e-3
+            )
+        wanted, total = reference([x.double() for x in xs], kept.double(), None, 1e-3)
+        check("y", y, wanted, 6)
+        check("h", h, total.split(chunk_sizes(5, 2))[dist.get_rank()], 2)

@@ -10,6 +10,7 @@ from needs import needs_interpreter
 from sim_cases import (
     CALLS,
     COLLECTIVES,
+    FLAGGED,
     HOST,
     KERNELS,
     heads_copied_by_several,
@@ -24,7 +25,7 @@ from weft.collectives import workspace
 from weft.kernels.engine.chips import Tiling
 from weft.kernels.matmul import reduce_scatter_kernel
 
-ALL_KERNELS = KERNELS | COLLECTIVES
+ALL_KERNELS = KERNELS | COLLECTIVES | FLAGGED
 
 
 def no_rows_on_the_last_rank(rank: int) -> None:
