@@ -100,7 +100,7 @@ def move_by_hosts(
         if offset and me in plan.read_by_others:
             ex.local(tuple(local.shape), local.dtype).copy_(local)
         kept = ex.local((sum(share.numel for share in plan.kept[me]),), local.dtype, offset)
-        work = None
+        work: Any = None
         if plan.results_cross:
             sent = [[(keeper, values[share.number]) for keeper in share.keepers] for share in given]
             receives = [(share.giver, share.numel) for share in plan.kept[me]]
