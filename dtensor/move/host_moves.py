@@ -128,7 +128,7 @@ def move_by_hosts(
             told.wait()  # this call's signals must not come after those of the next
         elif work is not None:
             ex.signal_all()
-        out = _read(step, local, ex, offset, ours)
+        out = _assembled(step, local, ex, offset, ours)
     group.calls.end(noted)
     return out
 
@@ -216,7 +216,7 @@ def _local_of(
     return ex.peer(position, step.source.shape_at(index), local.dtype)
 
 
-def _read(
+def _assembled(
     step: HostStep, local: torch.Tensor, ex: Exchange, offset: int, ours: Sequence[int]
 ) -> torch.Tensor:
     """This rank's part, of what the ranks of its host hold and keep."""

@@ -302,7 +302,7 @@ def on_real_hosts(
     """What two hosts of two ranks say, each in namespaces of its own."""
     script = Path(__file__).parents[1] / "hosts.sh"
     variables = os.environ | {"PYTHON": sys.executable}
-    command = [str(script), *link, "-t", "90", "--", str(script.with_name("on_hosts.py"))]
+    command = [str(script), *link, "-t", "150", "--", str(script.with_name("on_hosts.py"))]
     run = subprocess.run([*command, part, *more], env=variables, capture_output=True, text=True)
     if run.returncode == 77:
         pytest.skip(run.stderr.strip())
