@@ -30,6 +30,7 @@ from test_ring_attention import random_cases as attention_cases
 from test_ring_attention import run_cases as run_attention
 
 import weft
+from weft.bench.commands import across
 from weft.collectives import cost, resolve
 from weft.collectives import hosts as crossings
 from weft.collectives.hosts import Crossing
@@ -159,6 +160,8 @@ def domain_body(layout: str, domains: str) -> None:
             else:
                 assert group.hosts == ((0, 1, 2), (3,))
                 assert group.nodes == ("host A + host B", "host C")
+            drawn = str(across._hosts(group, cpu, [{"processor": "a chip"}] * 4))
+            assert ("domain of host A, host B" if group.apart else "host A + host B") in drawn
             inside = crossings.inside_of(group) if group.hosts else group
             assert inside.world_size == 1 or (inside.unreached(cpu) and inside.apart)
             with patch.object(type(group), "on_gpus", lambda self, device: device.type == "cuda"):
