@@ -119,6 +119,8 @@ def bytes_sent() -> None:
     mesh = init_device_mesh("cpu", (4,))
     sharded = distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None)
     terms = DTensor.from_local(x, mesh, [Partial()])
+    grid, R = init_device_mesh("cpu", (2, 2)), Replicate()
+    rows = distribute_tensor(x, grid, [Shard(0), R], src_data_rank=None)
     # What a host must send, in MiB: what the other lacks, and its sums of the other's part. The
     # first one's queries see none of the other's keys.
     calls: dict[str, tuple[float, Callable[[], object]]] = {
@@ -134,6 +136,8 @@ def bytes_sent() -> None:
         "Shard -> Replicate": (2, lambda: sharded.redistribute(placements=[Replicate()])),
         "Partial -> Shard": (2, lambda: terms.redistribute(placements=[Shard(0)])),
         "Partial -> Replicate": (4, lambda: terms.redistribute(placements=[Replicate()])),
+        "Shard, Replicate -> both": (2, lambda: rows.redistribute(placements=[R, R])),
+        "and later": (2, lambda: rows.redistribute(placements=[R, R], async_op=True).to_local()),
     }
     for name, (least, call) in calls.items():
         sent = []

@@ -91,7 +91,7 @@ def _move_now(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tens
     check_all()  # a step that reaches no peer does not
     if settings.check_calls():
         check_call(spanning_group(target.mesh), lambda: f"redistribute of {source} -> {target}")
-    for step in _steps(source, target):
+    for step in _steps(source, target, local.device):
         local = _finish(_start(step, local))
     return local
 
@@ -136,7 +136,7 @@ def move_async(local: torch.Tensor, source: Layout, target: Layout) -> torch.Ten
     outside = source.index is None or target.index is None
     if outside or local.device.type != "cpu" or is_traced(local):
         return move(local, source, target)
-    steps = _steps(source, target, later=True)
+    steps = _steps(source, target, local.device, later=True)
     for step in steps[:-1]:
         local = _finish(_start(step, local))
     if not steps:
@@ -154,11 +154,12 @@ def move_async(local: torch.Tensor, source: Layout, target: Layout) -> torch.Ten
     return arriving
 
 
-def _steps(source: Layout, target: Layout, later: bool = False) -> tuple[Step, ...]:
+def _steps(
+    source: Layout, target: Layout, device: torch.device, later: bool = False
+) -> tuple[Step, ...]:
     steps = move_plan(source, target).steps
     if target.has_own_boxes or source.has_own_boxes:
         return steps  # no collective can move overlapping boxes
-    device = torch.device(target.mesh.device_type)  # the source's may be a stand-in
     if all(step.is_local for step in steps) or not _group_of(steps[0]).unreached(device):
         return steps
     flat = collective_plan(source, target).steps

@@ -357,29 +357,32 @@ class Families:
     ) -> tuple[PulledPiece, ...]:
         """What a rank takes of some families in one pull: of each box, from the nearest."""
         pieces: list[PulledPiece] = []
-        wanted = target.box_at(receiver)
+        source, wanted = self._source, target.box_at(receiver)
+        here = target.place.coordinate(receiver) if self._same_mesh else None
         for box, holders in self.by_box(target, receiver, families).items():
             if cuts := cut_box(box, wanted):
-                chosen = self._nearest(holders, target, receiver)
+                far = [min(_distance(here, source.place.coordinate(m)) for m in f) for f in holders]
+                near = list(zip(far, holders, strict=True))
+                chosen = _nearest(near, source, target.place.ranks[receiver], receiver)
                 pieces += [PulledPiece(tuple(chosen), s, t, numel) for s, t, numel in cuts]
         return tuple(pieces)
-
-    def _nearest(self, holders: list[list[int]], target: Layout, receiver: int) -> list[int]:
-        """The family to take from: one that includes the receiver, else one of the nearest."""
-        place, rank = self._source.place, target.place.ranks[receiver]
-        here = target.place.coordinate(receiver) if self._same_mesh else None
-        for members in holders:
-            if any(place.ranks[m] == rank for m in members):
-                return members
-        distances = [min(_distance(here, place.coordinate(m)) for m in each) for each in holders]
-        least = min(distances)
-        near = [each for d, each in zip(distances, holders, strict=True) if d == least]
-        return near[receiver % len(near)]
 
     def _members(self, first: Shape) -> list[int]:
         sizes = self._source.place.sizes
         terms = [range(sizes[dim]) if dim in self._summed else (first[dim],) for dim in self._dims]
         return [self._source.place.index_at(each) for each in itertools.product(*terms)]
+
+
+def _nearest(
+    holders: list[tuple[int, list[int]]], source: Layout, rank: int, receiver: int
+) -> list[int]:
+    """The family to take from: one that includes the receiver, else one of the nearest."""
+    for _, members in holders:
+        if any(source.place.ranks[m] == rank for m in members):
+            return members
+    least = min(distance for distance, _ in holders)
+    near = [members for distance, members in holders if distance == least]
+    return near[receiver % len(near)]
 
 
 def _contributes(placement: Placement, index: int) -> bool:

@@ -24,7 +24,7 @@ from test_hosts import on_hosts
 from torch.distributed.device_mesh import DeviceMesh
 
 import weft
-from weft.dtensor import DTensor, Partial, Replicate, Shard, init_device_mesh
+from weft.dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 
 R, P = Replicate(), Partial()
 S = Shard
@@ -204,6 +204,10 @@ def kinds_body(layout: str) -> None:
     shape, empty = (4, 6), (0, 3)
     with on_hosts(layout):
         mesh = init_device_mesh("cpu", (2, 2))
+        whole = torch.arange(20.0).view(4, 5) * (dist.get_rank() + 1)  # the first one's counts
+        for placements in ([S(0), R], [S(1), S(0)], [R, R]):
+            x = distribute_tensor(whole, mesh, placements)
+            assert torch.equal(x.full_tensor(), torch.arange(20.0).view(4, 5))
         two, back = DeviceMesh("cpu", [1, 2]), DeviceMesh("cpu", [3, 2, 1, 0])
         some: list[tuple[tuple[int, ...], torch.dtype, Any, Any, Any]] = [
             (shape, torch.bfloat16, [P, R], [R, R], None),
