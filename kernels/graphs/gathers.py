@@ -122,10 +122,11 @@ def fuse_exchange(graph: Graph, node: Node) -> Outcome:
         return "", "no matmul makes or takes what it moves", False
     if not on_cpu(x.meta["val"]) and settings.current_engine() == "auto":
         return "", "rows for experts: on GPUs the process group moves them", False
-    waits = [user for user in node.users if is_call(user, c10d.wait_tensor.default)]
-    at = Builder(graph, node)
-    made = at.call(_ops.all_to_all.default, x, receives, sends, group)
-    for each in (*waits, node):
+    made = Builder(graph, node).call(_ops.all_to_all.default, x, receives, sends, group)
+    chain = [node]
+    for each in chain:  # it grows
+        chain += [user for user in each.users if is_call(user, c10d.wait_tensor.default)]
+    for each in reversed(chain):
         each.replace_all_uses_with(made)
         graph.erase_node(each)
     return "all_to_all", "rows of matmuls, through shared memory", True
@@ -139,8 +140,9 @@ def _reaches(node: Node, further: Callable[[Node], Iterable[Node]]) -> bool:
         if is_call(each, *PRODUCTS, *_GROUPED):
             return True
         if each is node or not is_call(each, *COLLECTIVES):
-            left += [n for n in further(each) if n not in seen]
-            seen.update(left)
+            new = [n for n in further(each) if n not in seen]
+            left += new
+            seen.update(new)
     return False
 
 
