@@ -25,7 +25,7 @@ from weft.collectives import workspace
 from weft.kernels.engine.chips import Tiling
 from weft.kernels.matmul import reduce_scatter_kernel
 
-ALL_KERNELS = KERNELS | COLLECTIVES | FLAGGED
+ALL_KERNELS = KERNELS | COLLECTIVES
 
 
 def no_rows_on_the_last_rank(rank: int) -> None:
@@ -57,6 +57,14 @@ def test_kernels(case: Callable[..., None]) -> None:
 @needs_interpreter
 @pytest.mark.parametrize("case", ALL_KERNELS.values(), ids=ALL_KERNELS)
 def test_kernels_with_concurrent_programs(case: Callable[..., None]) -> None:
+    sim.run(2, case, schedules=2, programs="concurrent", replay=True)
+
+
+@needs_interpreter
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FLAGGED.values(), ids=FLAGGED)
+def test_words_that_carry_their_flag(case: Callable[..., None]) -> None:
+    sim.run(3, case, schedules=20, replay=True)
     sim.run(2, case, schedules=2, programs="concurrent", replay=True)
 
 
