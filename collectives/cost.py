@@ -345,7 +345,7 @@ def _measure(group: Group, device: torch.device) -> Machine:
     if near.world_size == 1:
         target = torch.empty_like(source)
         copy = nbytes / timed(lambda: target.copy_(source), 5)
-    elif not near.why:
+    elif not near.unreached(device):
         target = torch.empty_like(source)
 
         def nothing() -> None:

@@ -149,7 +149,7 @@ def nvlink_domain() -> str:
 
 
 def multimem() -> bool:
-    """Whether the NVLink switch may add up what all_reduce sums, though not in rank order."""
+    """Whether the NVLink switch may add up sums, though not in rank order."""
     return _flag("WEFT_MULTIMEM", "0")
 
 
@@ -325,7 +325,7 @@ receipts_of: Callable[[Any], Any] | None = None
 
 def compiled_parts(fn: Any) -> list[Any]:
     """What torch compiles of a function or module: itself, or modules inside."""
-    modules = fn.modules() if hasattr(fn, "modules") else ()
+    modules = fn.modules() if hasattr(fn, "named_parameters") else ()
     parts = {id(part): part for part in (fn, *modules)}.values()
     return [p for p in parts if any(getattr(p, name, None) is not None for name in _COMPILED)]
 
@@ -333,10 +333,10 @@ def compiled_parts(fn: Any) -> list[Any]:
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Run `fn(*args, **kwargs)` and report which engine ran each op of weft in it, and why.
 
-    It really runs, on every rank of the group. The value of `fn` is in `.result`. What has been
-    compiled with `backend="weft"`, or a module some of whose parts have, is not run if it is given
-    no arguments: the report is then of each collective that torch has compiled in it so far, fused
-    or not, and why.
+    It really runs, on every rank of the group. The value of `fn` is in `.result`. What torch has
+    compiled, or a module some of whose parts it has, is not run if it is given no arguments: the
+    report is then of each collective that has gone through weft's pass in it so far, fused or not,
+    and why.
 
     Example:
         >>> print(weft.explain(lambda: weft.all_gather_matmul(x, w)))

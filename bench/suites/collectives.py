@@ -115,7 +115,7 @@ def prepare(spec: Spec, options: Options) -> Prepared:
     copied = length * options.dtype.itemsize * (W if op == "all_gather" else 1)
     peer = dist.get_backend()
     least = {"memory": bounds.copy_of(copied, device)}
-    if not group.why:
+    if not group.unreached(device):
         least["signal"] = bounds.round_trip(group, device)
     return Prepared(
         {"weft": ours, peer: theirs},

@@ -173,7 +173,7 @@ def prepare(spec: Spec, options: Options) -> Prepared:
         "arithmetic": lambda i: mm(problem.local, ws[i]),
         "memory": bounds.touching(touched * options.dtype.itemsize, device),
     }
-    if not group.why:
+    if not group.unreached(device):
         least["link"] = bounds.read_from_peers(problem.moved_bytes, group, device)
     return Prepared(
         variants,

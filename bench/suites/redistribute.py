@@ -90,7 +90,7 @@ def prepare(spec: Spec, options: Options) -> Prepared:
     p["bytes"], p["steps"] = max(plan.bytes_received), len(plan.steps)
     p["torch collectives"] = sum(counted.get_comm_counts().values())
     least = {}
-    if p["bytes"] and not group.why:
+    if p["bytes"] and not group.unreached(torch.device(options.device)):
         least["link"] = bounds.read_from_peers(p["bytes"], group, torch.device(options.device))
     return Prepared(
         {

@@ -37,11 +37,10 @@ from weft.collectives.device.addresses import INTERPRETED, Constant
 from weft.collectives.device.failures import record_timeout
 from weft.collectives.device.polling import as_flagged, pause
 from weft.collectives.device.signals import half_ptr
-from weft.collectives.device.waits import look, on_nvidia, patience
+from weft.collectives.device.waits import POLLS_A_LOOK, look, on_nvidia, patience
 
 _INTERPRETED = Constant(INTERPRETED)
 _CALLS_A_CLEANING = Constant(1 << 31)
-_POLLS_A_LOOK = Constant(64)
 _STORE = Constant(
     "{ .reg .pred p; setp.ne.s32 p, $4, 0; mov.u32 $0, 0; "
     "@p st.relaxed.sys.global.v2.b64 [$1], {$2, $3}; }"
@@ -155,7 +154,7 @@ def still_waits(own_pad, ptr, generation, timeout_ns, began, left, polls, scope:
     polls += 1
     if _INTERPRETED:
         left -= pause(ptr, generation)
-    if polls == _POLLS_A_LOOK:
+    if polls == POLLS_A_LOOK:
         polls = 0
         began, left = look(own_pad, generation, timeout_ns, began, left, scope)
     return began, left, polls

@@ -100,7 +100,7 @@ def _given_up(own_pad, value):
 
 # Looks at the clock, at STATUS and at the host's word, which is behind a slow link, take longer
 # than most waits: they are for those that have lasted for so many polls, some 50 us.
-_POLLS_A_LOOK = Constant(64)
+POLLS_A_LOOK = Constant(64)
 
 
 @triton.jit
@@ -135,7 +135,7 @@ def _wait(own_pad, ptr, value, timeout_ns, scope: tl.constexpr):
         polls += 1
         if _INTERPRETED:
             left -= pause(ptr, value)
-        if polls == _POLLS_A_LOOK:
+        if polls == POLLS_A_LOOK:
             polls = 0
             began, left = look(own_pad, value, timeout_ns, began, left, scope)
         seen = _acquire(ptr, scope)
@@ -196,7 +196,7 @@ def wait_for_lanes(own_pad, words, peers, awaited, rank, value, timeout_ns, scop
         polls += 1
         if _INTERPRETED:
             left -= pause(words, value, missing)
-        if polls == _POLLS_A_LOOK:
+        if polls == POLLS_A_LOOK:
             polls = 0
             began, left = look(own_pad, value, timeout_ns, began, left, scope)
         missing &= _acquire(words, scope, missing) < value

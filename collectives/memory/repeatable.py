@@ -10,10 +10,9 @@ The first two take 40 to 100 us of Python over the launches, the others a quarte
 
 Why call 3 does what it would have done: all that a function goes by is in the key, or in what its
 tensors are guarded by, but for their addresses and values. Launches take addresses; a call that is
-watched is not
-made straight later if it copies or computes, makes more calls than one, or has a tensor that no
-launch is given, which the host may have read. What is rare is left to the function itself:
-gradients, traces, profilers, modes and transforms of torch, subclasses, WEFT_CHECK=1,
+watched is not made straight later if it copies or computes, makes more calls than one, or has a
+tensor that no launch is given, which the host may have read. What is rare is left to the function
+itself: gradients, traces, profilers, modes and transforms of torch, subclasses, WEFT_CHECK=1,
 `weft.explain`; tensors that begin alike, are empty, or have addresses that are no multiples of 16.
 """
 
@@ -65,10 +64,10 @@ class _Known:
     """
 
     alike: Callable[..., bool]
-    how: Straight | int | None = 0
+    how: Straight | int | None
 
 
-# By all that calls go by beside their tensors; the last ones first.
+# By all that calls go by beside their tensors; those that were met last first.
 straight = KeptDict[tuple[Hashable, ...], list[_Known]](4096, f"{__name__}.straight")
 kept_by_group.append(straight)
 

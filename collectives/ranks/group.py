@@ -57,7 +57,8 @@ class Process:
     domain: str = ""
 
     @staticmethod
-    def here() -> Process:
+    def here(on_gpus: bool = False) -> Process:
+        """This one. A GPU's domain is asked for only `on_gpus`, as that initializes CUDA."""
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         # Two containers on one host cannot open each other's /proc entries: they are two hosts.
         host = f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -67,7 +68,7 @@ class Process:
             _stat("self")[1],
             flight.recorder().fd,
             os.uname().nodename,
-            nvlink_domain(),
+            nvlink_domain() if on_gpus else "",
         )
 
     def alive(self) -> bool:
@@ -424,8 +425,9 @@ def _describe(pg: dist.ProcessGroup) -> Group:
         why = f"{', '.join(sorted(unknown))} ranks share no memory"
         return Group(pg, rank, world_size, ranks, (), why)
     unknown_yet = Group(pg, rank, world_size, ranks, ())
+    on_gpus = moves_gpu_tensors(pg)
     told = unknown_yet.gather_objects(
-        (Process.here(), settings.same_on_all_ranks()), "where ranks run"
+        (Process.here(on_gpus), settings.same_on_all_ranks()), "where ranks run"
     )
     _check_settings([each for _, each in told])
     processes: list[Process] = [process for process, _ in told]
@@ -433,7 +435,6 @@ def _describe(pg: dist.ProcessGroup) -> Group:
     _described[pg.group_name] += 1
     first = processes[0]  # no other run, whose calls may be kept in the same folder, begins with it
     name = f"{ranks} {pg.group_name} {_described[pg.group_name]} {first.pid} {first.start_time}"
-    on_gpus = moves_gpu_tensors(pg)
     hosts = hosts_of(processes, join=on_gpus)
     machines = hosts_of(processes, join=False)
     several, apart = len(hosts) > 1, len(hosts) == 1 < len(machines)
@@ -462,11 +463,16 @@ def hosts_of(processes: Sequence[Process], *, join: bool) -> tuple[tuple[int, ..
     """The ranks of each host, which share memory; with `join`, machines that an NVLink domain spans
     are one.
     """
-    on: dict[str, list[int]] = {}
+    machines: dict[str, list[int]] = {}
     for rank, process in enumerate(processes):
-        name = f"domain {process.domain}" if join and process.domain else process.host
-        on.setdefault(name, []).append(rank)
-    return tuple(map(tuple, on.values()))
+        machines.setdefault(process.host, []).append(rank)
+    on: dict[str, list[int]] = {}
+    for host, ranks in machines.items():
+        # One GPU of a machine outside of the domain must not cut the machine in two.
+        domains = {processes[rank].domain for rank in ranks}
+        domain = domains.pop() if join and len(domains) == 1 else ""
+        on.setdefault(f"domain {domain}" if domain else host, []).extend(ranks)
+    return tuple(tuple(sorted(ranks)) for ranks in on.values())
 
 
 def _check_settings(told: Sequence[Mapping[str, str]]) -> None:

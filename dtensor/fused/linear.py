@@ -408,10 +408,9 @@ def multiply(
     """
     operands = (x, w, bias)
     given = [t for t in operands if t is not None]
-    plan = plan_of(product.op, *[t._layout for t in given])
-    if settings.tracing():
-        layouts = [t._layout for t in given]
-        tell_choice(product.op.__name__, plan.considered, plan.way, *layouts)
+    layouts = [t._layout for t in given]
+    plan = plan_of(product.op, *layouts)
+    tell_choice(product.op.__name__, plan.considered, plan.way, *layouts)
     if plan.way is not None:
         if x._layout.index is None:
             return outside_result(plan.result, x, w, bias)

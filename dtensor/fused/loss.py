@@ -58,9 +58,9 @@ def cross_entropy(
     ):
         return NotImplemented
     if sum(p == Shard(dim) for p in x.placements) > 1:
-        settings.record(
-            "cross_entropy", "shards", f"{IN_STEPS}: several mesh dims cut the classes", f"{x!r}"
-        )
+        if settings.tracing():
+            why = f"{IN_STEPS}: several mesh dims cut the classes"
+            settings.record("cross_entropy", "shards", why, f"{x!r}")
         return NotImplemented
     plan = plan_of(row_losses_op, x, rows)
     tell_choice("cross_entropy", plan.considered, plan.way, x, rows)

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from weft import settings
 from weft.collectives import Exchange, exchange, hosts, process_groups
 from weft.collectives.prices import between_hosts
 from weft.collectives.ranks.caches import KeptDict
@@ -125,7 +126,8 @@ def move_by_hosts(
         if work is not None:
             process_groups.wait_for_result(work, group, kept, op)
         if later:
-            told.wait()  # this call's signals must not come after those of the next
+            # This call's signals must not come after those of the next.
+            told.wait(settings.timeout_s())
         elif work is not None:
             ex.signal_all()
         out = _assembled(step, local, ex, offset, ours)

@@ -2,8 +2,7 @@
 
 May import the rooms `layout`, `move`, `tracing`, `dispatch` of `dtensor`, `dtensor.random` and
 `dtensor.tensor`. Start with `pointwise`, then `reduce`, `matmul`, `products` (and what is fused of
-them), `view`; `attention`, `index`, `window`, `norm`, `nn`, `loss`,
-`random`.
+them), `view`; `attention`, `index`, `window`, `norm`, `nn`, `loss`, `random`.
 """
 
 from weft.dtensor.rules import attention as attention

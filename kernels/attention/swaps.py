@@ -97,9 +97,10 @@ class SwapBack(torch.autograd.Function):
         return to_heads(grad, *ctx.args), None, None, None, None
 
 
-def way_of(group: Group, engine: str) -> Way:
-    """How swaps run; the same on every rank."""
-    return "generic" if group.world_size == 1 or group.why or engine == "generic" else "host"
+def way_of(group: Group, device: torch.device, engine: str) -> Way:
+    """How swaps of tensors on `device` run; the same on every rank."""
+    alone = group.world_size == 1 or group.unreached(device)
+    return "generic" if alone or engine == "generic" else "host"
 
 
 def to_heads(
@@ -114,7 +115,7 @@ def to_heads(
     mine = list(heads[group.rank])
     starts = offsets(sizes)
     out = x.new_empty(B, len(mine), sum(sizes), D)
-    if (way or way_of(group, settings.current_engine())) == "generic":
+    if (way or way_of(group, x.device, settings.current_engine())) == "generic":
         whole = all_gather(x, group, dim=2, sizes=list(sizes)) if group.world_size > 1 else x
         _pick(out, whole, mine)
         return out
@@ -157,7 +158,7 @@ def heads_to_tokens(
         else:
             out[:, heads[source][0] : heads[source][-1] + 1] = part
 
-    if (way or way_of(group, settings.current_engine())) == "generic":
+    if (way or way_of(group, x.device, settings.current_engine())) == "generic":
         counts = [len(each) for each in heads]
         whole = all_gather(x, group, dim=1, sizes=counts) if group.world_size > 1 else x
         for source, part in enumerate(whole.split(counts, 1)):

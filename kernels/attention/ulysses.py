@@ -114,7 +114,7 @@ def ulysses_attention(
         key_rows = tuple(known_sizes(k, inner, 2, sizes if key_sizes is None else key_sizes, OP))
     mine, shared = split_heads(H, k.shape[1], inner.world_size)
 
-    way = way_of(inner, engine)
+    way = way_of(inner, q.device, engine)
     q, k, v = Swap.apply(q, k, v, inner, (mine, shared, shared), (rows, key_rows, key_rows), way)
     if ring_group is not None and settings.tracing():
         shapes = f"{list(q.shape)} of {H} heads, {inner.world_size} ranks"

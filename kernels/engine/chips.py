@@ -229,6 +229,7 @@ def gather_tiling_for(
     """As `tiling_for`, where a part of the cores fetches shards, and the rest make tiles.
 
     Args:
+        world_size: with 1 there are no shards to fetch, and all cores make tiles.
         pair: a step loads blocks of two weights.
     """
     tiling, fetching = tiling_for(chip, M, N, dtype), chip.cores // 8 if world_size > 1 else 0

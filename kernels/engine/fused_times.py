@@ -110,7 +110,7 @@ def fused_time(
     """As `fused_us`, in another way to move data or other tiles than the kernel would have.
 
     Args:
-        way: one of `ways(op, ranks)`.
+        way: one of `ways(op, ranks)`, or "by the switch".
         rate: of Triton's matmuls, relative to the library's; None: what was measured of such tiles
             on such a chip, else a guess.
         wire: in which partial sums travel, if not in 24 bits (fp32: in its own).

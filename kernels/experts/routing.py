@@ -302,11 +302,11 @@ def routing_of(roster: Roster, capacity: int | None) -> Routing:
     expert = everyones - first
     expert = expert.masked_fill((expert < 0) | (expert >= own), own)
     slot = expert.argsort(stable=True)[:room]
-    starts = torch.tensor(offsets(tokens), device=ids.device)
+    starts = _filled(offsets(tokens), ids)
     ranks = torch.searchsorted(starts, slot // k, right=True) - 1
     whose = torch.repeat_interleave(
         torch.arange(len(tokens), device=ids.device),
-        torch.tensor(tokens, device=ids.device) * k,
+        starts.diff() * k,
         output_size=len(everyones),
     )
     counts = _counted(whose * (own + 1) + expert, len(tokens) * (own + 1))
@@ -380,6 +380,15 @@ def _counted(values: torch.Tensor, size: int) -> torch.Tensor:
     counts = torch.zeros(size + 1, dtype=torch.int64, device=values.device)
     places = values.long().masked_fill((values < 0) | (values >= size), size)
     return counts.scatter_add_(0, places, torch.ones_like(places))[:size]
+
+
+def _filled(numbers: Sequence[int], ids: torch.Tensor) -> torch.Tensor:
+    """`numbers` where ids are. A GPU fills them in: a copy from the host would wait for all that is
+    enqueued, and a CUDA graph takes none.
+    """
+    if on_cpu(ids):
+        return torch.tensor(numbers)
+    return torch.stack([torch.full((), n, dtype=torch.int64, device=ids.device) for n in numbers])
 
 
 def _room(counted: list[torch.Tensor], bound: int, capacity: int | None, mine: int) -> int:

@@ -94,7 +94,7 @@ def forget_in_place(arrived: Node) -> None:
             forget_in_place(user)
         elif is_call(user, aten.copy.default) and user.args[1:] == (arrived,):
             before, after = (each.meta["val"] for each in (arrived, user))
-            same = [(v.dtype, str(v.shape), str(v.stride())) for v in (before, after)]
+            same = [(v.device, v.dtype, str(v.shape), str(v.stride())) for v in (before, after)]
             if same[0] == same[1]:
                 user.replace_all_uses_with(arrived)
                 user.graph.erase_node(user)

@@ -65,6 +65,8 @@ def rewrite(graph: Graph, *, strict: bool = False, joint: bool = False) -> Recei
     for node, receipt in receipts.items():
         name, (fused, why, beside) = receipt.collective, outcomes.get(node, ("", "", True))
         if not fused and node._erased:
+            if node.target is not c10d.all_gather_into_tensor.default:
+                continue  # nothing used it
             fused, why = "all_gather_matmul", "the scales of its rows"
         if not fused and node in beside_attention:
             why, beside = beside_attention[node], True

@@ -104,7 +104,7 @@ def _add_ranks(call, x_ptr, weight, residual_ptr, V: tl.constexpr):
     link, rank, generation = call.link, call.rank, call.generation
     own_pad = signals.peer_ptr(link.signal_ptrs, rank, tl.int64)
     stride = tl.cast(call.sent, tl.int64) * (V.team * V.part * dtype.primitive_bitwidth // 32)
-    lanes, ranks = signals.peer_lanes(rank, OWNERS if V.one_shot else W)
+    lanes, ranks = signals.peer_lanes(rank, OWNERS)
     owners = ranks * 0 + rank if V.one_shot else ranks
     for i in range(call.team, call.made, call.teams):
         row = i if V.one_shot else call.first + i

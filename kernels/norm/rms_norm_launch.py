@@ -64,7 +64,8 @@ _PART = 1024  # 8 elements a lane
 _SPREAD = 4
 _FLAGGED_PROGRAMS = 64
 # There 16 KiB of x take 6.4 us in one shot and 7.1 in two, and 128 and 512 KiB 7.5 and 11.9 in two.
-# The bytes say where two shots overtake one (32 KiB), and signals both (1 MiB): reckoned, not run.
+# The bytes say where two shots overtake one (32 KiB), and signals both (1 MiB, half of which is
+# taken): reckoned, not run.
 _FLAGGED_ONE_SHOT_BYTES = 32 << 10
 _FLAGGED_MOST_BYTES = 512 << 10
 # Of a row, for a program. There 8 rows of 8192 in bf16 take 7.5 us, and with 2048 8.0.
@@ -89,7 +90,8 @@ def quickest_norm(
 ) -> RMSNormConfig:
     """The launch that is predicted to take least, but for the switch; the same on all ranks."""
     nbytes = rows * H * dtype.itemsize
-    signals = chip.is_amd or chip is INTERPRETER or world_size == 1
+    # By words a program holds its columns for all ranks at once: few enough registers for 8 ranks.
+    signals = chip.is_amd or chip is INTERPRETER or not 1 < world_size <= 8
     if signals or not 0 < nbytes <= _FLAGGED_MOST_BYTES:
         return rms_norm_config(rows, share, H, dtype, world_size, chip)
     one_shot = whole and (world_size == 2 or nbytes <= _FLAGGED_ONE_SHOT_BYTES)
@@ -114,6 +116,8 @@ def by_switch(
     """The launch where the switch adds up; None if it cannot, or others are predicted quicker."""
     nbytes = rows * H * dtype.itemsize
     if not links.multicast or dtype not in multimem.DTYPES or H * dtype.itemsize % 16 or not nbytes:
+        return None
+    if quickest_norm(rows, share, H, dtype, world_size, chip, whole=True).flagged:
         return None
     others = one_shot_us, two_shot_us
     least = min(way(nbytes, links, in_graph=True) for way in others)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from needs import needs_interpreter
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
 from weft.dtensor import DTensor, Shard, checkpoint, init_device_mesh
@@ -282,6 +283,43 @@ def test_ids_on_a_gpu_are_read_if_calls_are_checked() -> None:
         gpu["is_eager"] = lambda device: False  # in the capture of a graph
         with patch.multiple(routing, **gpu):
             assert weft.kernels.route(ids, 5).load.tolist() == [2, 2, 0, 0, 3]
+
+
+class _Names(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(func.name().removeprefix("aten::"))
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_host_of_a_gpu_waits_for_no_routing(tp: int) -> None:
+    """Its tensors are played by those of a CPU: none comes from the host, none is read by it."""
+    rank, W = dist.get_rank(), dist.get_world_size()
+    tokens = [3, 0, 5, 1][:W]
+    generator = torch.Generator().manual_seed(rank)
+    ids = torch.randint(-1, 6, (tokens[rank], 2), generator=generator)
+    roster = routing.rostered(ids, 0, None, tp, num_experts=6)
+    wanted = routing.routing_of(roster, None)
+    every = weft.collectives.all_gather(roster.ids, sizes=tokens)
+    gpu = {"on_cpu": lambda x: False, "all_gather": lambda *args, **options: every}
+    with patch.multiple(routing, **gpu), _Names() as names:
+        found = routing.routing_of(roster, None)
+    assert not names.seen & {"lift_fresh", "lift_fresh_copy", "_local_scalar_dense", "nonzero"}
+    rows = len(wanted.rows)
+    assert len(found.rows) == 2 * sum(tokens)  # room for all that can come
+    for name in ("counts", "ends", "load"):
+        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+    for name in ("ranks", "rows", "slots"):
+        assert torch.equal(getattr(found, name)[:rows], getattr(wanted, name)), name
+    with patch.multiple(routing, **gpu):
+        assert len(routing.routing_of(roster, 2 * sum(tokens)).rows) == 2 * sum(tokens)
+        with pytest.raises(RuntimeError, match="more than capacity=0 rows: raise it"):
+            routing.routing_of(roster, 0)
 
 
 @pytest.mark.ranks(2)

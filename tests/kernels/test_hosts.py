@@ -202,7 +202,8 @@ def test_the_domain_that_a_driver_tells(state: int, status: int, cluster: int, f
 def test_the_domain_that_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     for given, domain in {"rack 3": "rack 3", "0": "", "": ""}.items():
         monkeypatch.setenv("WEFT_NVLINK", given)
-        assert Process.here().domain == domain
+        assert Process.here(on_gpus=True).domain == domain
+        assert Process.here().domain == ""
     built = {"12.4": True, "13.0": True, "12.1": False, None: False}
     assert all(peer_access._exchanges_fabric_handles(cuda) == it for cuda, it in built.items())
 

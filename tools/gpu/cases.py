@@ -181,16 +181,21 @@ def _sums(
     return RankCall(inputs, op, oracle, TOLERANCE[torch.bfloat16])
 
 
-def _norm(place: Place) -> RankCall:
-    W, (rows, H) = place.world_size, (8, 32) if place.small else (16, 2048)
+def _norm(place: Place, *, rows: int = 16, whole: bool = False) -> RankCall:
+    """reduce_scatter_rms_norm_all_gather, or all_reduce_residual_rms_norm of `whole` residuals."""
+    W, (rows, H) = place.world_size, (min(rows, 8), 32) if place.small else (rows, 2048)
     terms = [[place.drawn(50 * i + r, rows, H) for r in range(W)] for i in range(SETS)]
     weight, before = place.drawn(1000, H), place.drawn(1001, rows, H)
 
-    def part(whole: torch.Tensor) -> torch.Tensor:
-        parts: Sequence[torch.Tensor] = whole.split(collectives.chunk_sizes(rows, W))
+    def part(every: torch.Tensor) -> torch.Tensor:
+        if whole:
+            return every
+        parts: Sequence[torch.Tensor] = every.split(collectives.chunk_sizes(rows, W))
         return parts[place.rank].contiguous()
 
     def op(x: torch.Tensor, residual: torch.Tensor) -> Tensors:
+        if whole:
+            return list(weft.all_reduce_residual_rms_norm(x, residual, weight, eps=1e-5))
         return list(weft.reduce_scatter_rms_norm_all_gather(x, weight, residual=residual, eps=1e-5))
 
     def oracle(i: int) -> Tensors:
@@ -384,6 +389,9 @@ CALLS: dict[str, Callable[[Place], RankCall]] = {
     "matmul_all_reduce": partial(_sums, name="matmul_all_reduce", rows=512),
     "matmul_all_reduce-few": partial(_sums, name="matmul_all_reduce", rows=4),
     "norm": _norm,
+    "norm-signals": partial(_norm, rows=256),  # more than words that carry their flag are for
+    "norm-whole": partial(_norm, rows=1, whole=True),
+    "norm-whole-two-shots": partial(_norm, rows=64, whole=True),
     "experts": _experts,
     "experts-few": partial(_experts, few=True),
     "experts-few-fp8": partial(_experts, quantize="fp8", few=True),
