@@ -92,10 +92,12 @@ def quickest_norm(
     nbytes = rows * H * dtype.itemsize
     # By words a program holds its columns for all ranks at once: few enough registers for 8 ranks.
     signals = chip.is_amd or chip is INTERPRETER or not 1 < world_size <= 8
-    if signals or not 0 < nbytes <= _FLAGGED_MOST_BYTES:
-        return rms_norm_config(rows, share, H, dtype, world_size, chip)
     one_shot = whole and (world_size == 2 or nbytes <= _FLAGGED_ONE_SHOT_BYTES)
-    return by_words(rows, share, H, dtype, one_shot, chip)
+    words = by_words(rows, share, H, dtype, one_shot, chip)
+    too_wide = 2 * words.team(H) > chip.cores  # for a budget of SMs
+    if signals or too_wide or not 0 < nbytes <= _FLAGGED_MOST_BYTES:
+        return rms_norm_config(rows, share, H, dtype, world_size, chip)
+    return words
 
 
 def by_words(

@@ -38,8 +38,10 @@ def grids(sms: str) -> dict[str, int]:
     largest: dict[str, int] = {}
     for line in done.stdout.splitlines():
         grid, kernel, case = line.split("\t")
-        # A row takes 64 programs, and 64 more to normalize it; what merges parts waits for nobody.
-        if "norm of 65536" not in case and kernel != "_merge_kernel":
+        # A row takes 64 programs, and 64 more to normalize it; words are not taken where a row of
+        # theirs has too few; what merges parts waits for nobody.
+        beyond = "norm of 65536" in case or "norm by words" in case
+        if not beyond and kernel != "_merge_kernel":
             largest[kernel] = max(int(grid), largest.get(kernel, 0))
     return largest
 
