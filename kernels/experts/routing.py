@@ -306,7 +306,7 @@ def routing_of(roster: Roster, capacity: int | None) -> Routing:
     ranks = torch.searchsorted(starts, slot // k, right=True) - 1
     whose = torch.repeat_interleave(
         torch.arange(len(tokens), device=ids.device),
-        starts.diff() * k,
+        _filled(tokens, ids) * k,
         output_size=len(everyones),
     )
     counts = _counted(whose * (own + 1) + expert, len(tokens) * (own + 1))

@@ -305,7 +305,7 @@ def test_the_host_of_a_gpu_waits_for_no_routing(tp: int) -> None:
     ids = torch.randint(-1, 6, (tokens[rank], 2), generator=generator)
     roster = routing.rostered(ids, 0, None, tp, num_experts=6)
     wanted = routing.routing_of(roster, None)
-    every = weft.collectives.all_gather(roster.ids, sizes=tokens)
+    every = weft.collectives.all_gather(roster.topk_ids, sizes=tokens)
     gpu = {"on_cpu": lambda x: False, "all_gather": lambda *args, **options: every}
     with patch.multiple(routing, **gpu), _Names() as names:
         found = routing.routing_of(roster, None)
