@@ -110,8 +110,8 @@ def _noting(kind: Any, tracer: Tracer, numerics: bool) -> dict[str, Any]:
         if strand is not None and strand.lane is not None:
             loaded, bits = getattr(value, "loaded_by", None), element.primitive_bitwidth
             width = bits if element.is_floating() else 0
-            for owner, _, count in blocks(ptrs, mask, strand.rank):
-                strand.lane.store(owner, count * max(1, bits // 8), width, loaded)
+            for part, (owner, _, count) in enumerate(blocks(ptrs, mask, strand.rank)):
+                strand.lane.store(owner, count * max(1, bits // 8), width, loaded, part > 0)
         if not numerics and element.is_floating() and strand is not None:
             return None
         return store(self, ptrs, value, mask, *rest, **kwargs)

@@ -16,9 +16,10 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 
 from weft.collectives.prices.hardware import Hardware
 from weft.sim.time.trace import (
@@ -371,6 +372,8 @@ class Clock:
         loaded: dict[int, Join] = {}  # by the number of a `Work` that stores wait for
         for number, event in enumerate(events):
             start, peer = calendar.now, -1
+            if isinstance(event, Store) and event.beside:
+                continue  # with the one before
             if isinstance(event, Work) and event.stored and not event.turns:
                 loaded[number] = calendar.start(self._load_alone(rank, event))
                 continue
@@ -396,14 +399,19 @@ class Clock:
                     yield loaded[event.loaded]
                 # One store is under way while the next one is made.
                 yield stored
-                yield calendar.now + event.nbytes / per_core
                 stored = Join(1)
-                self._store(rank, event.owner, event.nbytes, 1, stored)
-                for address, version in event.flags:
-                    there = Flag(address, version, event.owner)
-                    stored.then(partial(self._deliver, rank, there))
+                for part in _parts_of(event, islice(events, number + 1, None)):
+                    yield calendar.now + part.nbytes / per_core
+                    there = Join(1)
+                    self._store(rank, part.owner, part.nbytes, 1, there)
+                    for address, version in part.flags:
+                        flag = Flag(address, version, part.owner)
+                        there.then(partial(self._deliver, rank, flag))
+                    stored.left += 1
+                    there.then(stored.part_done)
+                    there.part_done()
+                    fence = max(fence, self._load_latency(rank, part.owner))
                 stored.part_done()
-                fence = max(fence, self._load_latency(rank, event.owner))
                 kind = "moving"
             elif isinstance(event, Flag):
                 stored.then(partial(self._deliver, rank, event))
@@ -589,6 +597,15 @@ def library_matmul_us(hardware: Hardware, M: int, N: int, K: int, count: int, dt
         loads = (rows + columns) * K * itemsize / (hardware.core_bandwidth / 1e6)
         best = min(best, -(-tiles // hardware.cores) * max(dots, loads))
     return best
+
+
+def _parts_of(store: Store, following: Iterable[ProgramEvent]) -> Iterator[Store]:
+    """It, and the parts of the same instruction for other owners, which follow it."""
+    yield store
+    for event in following:
+        if not isinstance(event, Store) or not event.beside:
+            return
+        yield event
 
 
 def _changes(trace: Trace) -> list[tuple[int, int]]:

@@ -59,13 +59,14 @@ class Store:
     """A store to rank `owner`'s memory: of what event `loaded` brought, or (None) of results.
 
     `flags`: of words with their flags, which are there once it is: (address of the first of them,
-    which of its changes that is).
+    which of its changes that is). `beside`: by the same instruction as the store before.
     """
 
     owner: int
     nbytes: int
     loaded: int | None = None
     flags: list[tuple[int, int]] = field(default_factory=list)
+    beside: bool = False
 
 
 @dataclass(slots=True)
@@ -227,14 +228,18 @@ class Lane:
         self._results += results
         self._specials += results * special
 
-    def store(self, owner: int, nbytes: int, width: int, loaded: int | None) -> None:
-        """A store to `owner`'s memory; `loaded`: what came with that event, unchanged."""
+    def store(
+        self, owner: int, nbytes: int, width: int, loaded: int | None, beside: bool = False
+    ) -> None:
+        """A store to `owner`'s memory; `loaded`: what came with that event, unchanged; `beside`:
+        another part of an instruction that has stored to another owner's."""
         if not _is_scalar(nbytes, width):
             if loaded is not None:
                 work = self.events[loaded]
                 assert isinstance(work, Work)
                 work.stored = True
-            self.add(Store(owner, nbytes, loaded))
+            beside = beside and bool(self.events) and isinstance(self.events[-1], Store)
+            self.add(Store(owner, nbytes, loaded, beside=beside))
 
     def add(self, event: ProgramEvent) -> None:
         """Anything that ends the pipeline."""

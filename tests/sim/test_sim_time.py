@@ -196,6 +196,24 @@ def test_only_a_release_waits_for_stores() -> None:
     assert sends(release=True) > sends(release=False) + 4  # the link's latency, both ways
 
 
+def test_a_store_to_several_owners_goes_to_all_of_them_at_a_time() -> None:
+    # Ports of 1/4 kB/us are slower than a core. One after the other, all ranks are at one owner;
+    # by one instruction it does not matter in which order they are.
+    chip = dataclasses.replace(TOY, link_bandwidth=0.25e9)
+
+    def us(beside: bool, turned: bool) -> float:
+        streams = []
+        for rank in range(4):
+            owners = [o for step in range(4) if (o := (rank * turned + step) % 4) != rank]
+            stores = [Store(o, 4000, beside=beside and step > 0) for step, o in enumerate(owners)]
+            streams.append([launch(stores)])
+        return play(trace(*streams), chip).makespan
+
+    assert us(beside=False, turned=False) > 1.2 * us(beside=False, turned=True)
+    assert us(beside=True, turned=False) == pytest.approx(us(beside=True, turned=True), rel=0.1)
+    assert us(beside=True, turned=False) <= us(beside=False, turned=True)
+
+
 def test_circular_waits_are_an_error() -> None:
     stuck = trace(
         [launch([Wait({8: 1}), Signal(9, 1, 1)])], [launch([Wait({9: 1}), Signal(8, 1, 0)])]
