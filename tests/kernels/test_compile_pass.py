@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import logging.handlers
+import os
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -562,11 +565,18 @@ def test_strict_tells_what_was_missed(ranks: Any) -> None:
 
 def by_inductor() -> tuple[str, Any]:
     model, x = dtensor_model("mlp sequence")
-    held(model, x, weft.compile_backend)
-    compiled = torch.compile(model, backend=weft.compile_backend)
-    compiled(x)
+    log, logger = logging.handlers.BufferingHandler(99), logging.getLogger("weft.compile")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(log)
+    with patch.dict(os.environ, WEFT_LOG="compile"):
+        held(model, x, weft.compile_backend)
+        compiled = torch.compile(model, backend=weft.compile_backend)
+        compiled(x)
+    logger.removeHandler(log)
     explained = weft.explain(compiled)
     assert explained.receipts.fused == 6 and not explained
+    told = [line for record in log.buffer for line in record.getMessage().splitlines()]
+    assert [line for line in told if "-> " in line] == [*map(str, explained.receipts)]
     return str(explained), weft.compile_pass.uuid()
 
 
@@ -579,6 +589,28 @@ def test_inductor_runs_it(ranks: Any) -> None:
 
 def test_the_error_is_of_weft() -> None:
     assert issubclass(MissedFusionError, weft.WeftError)
+
+
+@pytest.mark.parametrize("asked", ["", "compile"])
+def test_receipts_are_logged_where_asked_for(
+    asked: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line for each collective, and the count; nothing of a graph without any."""
+    monkeypatch.setenv("WEFT_LOG", asked)
+    told = [
+        Receipt("all_gather", ("8", "16"), "all_gather_matmul", "with 2 matmuls", "m.py:3, in up"),
+        Receipt("all_reduce", ("2",), "", "no matmul makes what it adds up"),
+    ]
+    with caplog.at_level(logging.INFO, logger="weft.compile"):
+        keep_receipts(None, Receipts(told))
+        keep_receipts(None, Receipts())
+    lines = [
+        "all_gather(8 x 16) -> all_gather_matmul, with 2 matmuls   # m.py:3, in up",
+        "all_reduce(2) stays: no matmul makes what it adds up",
+        "1 of 2 collectives fused",
+    ]
+    wanted = [("weft.compile", logging.INFO, "\n".join(lines))] if asked else []
+    assert caplog.record_tuples == wanted
 
 
 def test_receipts_of_what_is_decorated() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import time
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ import weft
 from weft import sim
 from weft.collectives import chunk_sizes, resolve, workspace
 from weft.kernels import route
+from weft.kernels.expert_kernels import combine_launch, dispatch_launch, few_tokens_launch
+from weft.kernels.experts import launched
 from weft.kernels.experts.dispatch import dispatch_grouped_matmul_reference
 
 ENGINES = ("host", "generic", pytest.param("triton", marks=needs_interpreter))
@@ -343,3 +347,78 @@ def test_rows_in_fp8_are_half_the_bytes_of_a_link() -> None:
     scales = crossed(torch.bfloat16, "fp8") - ids - T * K
     assert 0 <= scales <= 16 * T
     assert crossed(torch.float32, None) == ids + 4 * T * K
+
+
+def at_the_boundary() -> None:
+    """Tokens of which one rank has as many as are few, then one more than these."""
+    group, kernels = resolve(None), list[str]()
+    told = Problem({"tokens": (5, 2)}, group.world_size)
+    experts, _ = told.own(group.rank)
+    gate, up, down = (w[experts] for w in (told.gate, told.up, told.down))
+
+    def noted(kernel: Any, programs: int) -> Any:
+        kernels.append(kernel.__name__)
+        return kernel[(programs,)]
+
+    made = []
+    for most, wanted in (
+        (5, ["few_tokens_kernel", "push_and_weigh_kernel"]),
+        (4, ["dispatch_kernel", "push_kernel", "weigh_kernel"]),
+    ):
+        kernels.clear()
+        with ExitStack() as patches:
+            patches.enter_context(weft.engine("triton"))
+            for module in (launched, combine_launch):
+                assert module.FEW == 256
+                patches.enter_context(patch.object(module, "FEW", most))
+            for module in (few_tokens_launch, dispatch_launch, combine_launch):
+                patches.enter_context(patch.object(module, "launching", noted))
+            h, routing = weft.dispatch_grouped_matmul(
+                told.xs[group.rank], told.ids[group.rank], (gate, up), activation="swiglu"
+            )
+            y = weft.grouped_matmul_combine(h, down, told.weights[group.rank], routing)
+        assert kernels == wanted
+        made.append((h, y, routing.load))
+    for few, many in zip(*made, strict=True):
+        assert torch.equal(few, many)
+    close("y", made[0][1], told.exact()["y"][group.rank], told.k)
+
+
+@needs_interpreter
+def test_few_tokens_end_where_the_constant_says(ranks: Any) -> None:
+    """One launch each way, and beyond several, with the same results; which, the ranks agree on."""
+    ranks(2, at_the_boundary)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("back", [False, True])
+def test_tiles_of_experts_start_before_all_rows_are_there(back: bool) -> None:
+    """In virtual time, of tokens that all go to the other rank, and results that come back."""
+    T, K, N = 2048, 2048, 1024
+
+    def took(*steps: str) -> float:
+        """us of these, behind the routing."""
+
+        def body(rank: int) -> None:
+            x, w = torch.zeros(T, K).bfloat16(), torch.zeros(1, K, N).bfloat16()
+            ids = torch.full((T, 1), 1 - rank)
+            routing = route(ids, 2)
+            with weft.engine("triton"):
+                if "multiply" in steps:
+                    weft.kernels.grouped_matmul(x, w, routing.ends)
+                if "move" in steps and back:
+                    weft.kernels.combine(x[:, :N], None, routing)
+                elif "move" in steps:
+                    weft.kernels.dispatch(x, routing)
+                if "both" in steps and back:
+                    weft.grouped_matmul_combine(x, w, None, routing)
+                elif "both" in steps:
+                    weft.dispatch_grouped_matmul(x, routing, w)
+
+        return sim.run(2, body, hardware="h100", numerics=False).timeline.makespan_us
+
+    routed = took()
+    moved, multiplied, both = (took(step) - routed for step in ("move", "multiply", "both"))
+    print(moved, multiplied, both)
+    assert min(moved, multiplied) > 10
+    assert both < moved + multiplied - min(moved, multiplied) / 2
