@@ -66,6 +66,7 @@ def test_a_graph_can_hold_a_layer_of_few_tokens(variables: dict[str, str]) -> No
     held_by_a_graph(variables, "experts, 64 tokens")
 
 
+@pytest.mark.slow
 def test_a_graph_can_hold_the_norms_of_few_rows(variables: dict[str, str]) -> None:
     """One launch, sum and residual included."""
     held_by_a_graph(variables, "all_reduce_residual_rms_norm", "reduce_scatter_rms_norm_all_gather")
