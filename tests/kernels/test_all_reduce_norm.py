@@ -18,7 +18,7 @@ import weft
 from weft.collectives import chunk_sizes, resolve
 from weft.collectives.ranks import pad
 from weft.errors import MismatchError
-from weft.kernels.engine.chips import INTERPRETER
+from weft.kernels.engine.chips import INTERPRETER, known
 from weft.kernels.engine.fp8 import FP8
 from weft.kernels.norm import rms_norm_launch
 from weft.kernels.norm.all_reduce_norm import all_reduce_residual_rms_norm_reference as reference
@@ -327,6 +327,30 @@ def test_words_of_an_absent_rank(absent: int) -> None:
             ws.check("norm")
     dist.barrier()
     weft.collectives.close()
+
+
+@pytest.mark.parametrize(
+    ("rows", "words", "one_shot"),
+    [(1, True, True), (2, True, True), (3, True, False), (8, True, False), (32, True, False),
+     (33, False, False), (64, False, False)],
+)  # fmt: skip
+def test_few_rows_take_words(rows: int, words: bool, one_shot: bool) -> None:
+    """Rows of 16 KiB: up to 32 KiB in one shot, where every rank has the residual, up to 512 KiB in
+    two; never on AMD's chips, and not alone.
+    """
+
+    def chosen(chip: str = "sm_90", W: int = 8, whole: bool = True) -> tuple[bool, bool]:
+        share = chunk_sizes(rows, W)[0]
+        config = rms_norm_launch.quickest_norm(
+            rows, share, 8192, torch.bfloat16, W, known(chip), whole
+        )
+        return config.flagged, config.one_shot
+
+    assert chosen() == (words, one_shot)
+    assert chosen(whole=False)[0] == words
+    assert not words or not chosen(whole=False)[1]
+    assert not words or chosen(W=2) == (True, True)
+    assert not chosen("gfx942")[0] and not chosen(W=1)[0]
 
 
 @needs_interpreter

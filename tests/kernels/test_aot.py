@@ -60,8 +60,8 @@ ATTENTION = {
 # What dispatch, combine and their gradients launch, but for what SAMPLE has.
 EXPERTS = (
     "experts, kept", "experts, rows fetched", "experts, rows alone", "d(down of experts)",
-    "d(gate and up of experts)", "experts, decode", "experts, gelu", "experts' weight gradient",
-    "experts, fp8 rows", "experts, fp8 rows fetched",
+    "d(gate and up of experts)", "experts, decode", "experts, decode, fp8 rows", "experts, gelu",
+    "experts' weight gradient", "experts, fp8 rows", "experts, fp8 rows fetched",
 )  # fmt: skip
 
 # Those whose tiles are wide enough for the newest matrix units.

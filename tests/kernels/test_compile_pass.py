@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -579,6 +580,28 @@ def test_inductor_runs_it(ranks: Any) -> None:
 
 def test_the_error_is_of_weft() -> None:
     assert issubclass(MissedFusionError, weft.WeftError)
+
+
+@pytest.mark.parametrize("asked", ["", "compile"])
+def test_receipts_are_logged_where_asked_for(
+    asked: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line for each collective, and the count; nothing of a graph without any."""
+    monkeypatch.setenv("WEFT_LOG", asked)
+    told = [
+        Receipt("all_gather", ("8", "16"), "all_gather_matmul", "with 2 matmuls", "m.py:3, in up"),
+        Receipt("all_reduce", ("2",), "", "no matmul makes what it adds up"),
+    ]
+    with caplog.at_level(logging.INFO, logger="weft.compile"):
+        keep_receipts(None, Receipts(told))
+        keep_receipts(None, Receipts())
+    lines = [
+        "all_gather(8 x 16) -> all_gather_matmul, with 2 matmuls   # m.py:3, in up",
+        "all_reduce(2) stays: no matmul makes what it adds up",
+        "1 of 2 collectives fused",
+    ]
+    wanted = [("weft.compile", logging.INFO, "\n".join(lines))] if asked else []
+    assert caplog.record_tuples == wanted
 
 
 def test_receipts_of_what_is_decorated() -> None:

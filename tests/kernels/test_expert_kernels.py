@@ -105,6 +105,7 @@ def late(index: int, rank: int, W: int) -> None:
 def dispatching(count: int) -> None:
     ws = workspace(None, 1 << 15, channel="dispatching")
     rank, W = ws.rank, ws.world_size
+    poisoned(ws)
     for index, told, (K, N), dtype in cases(count, W):
         case = (
             f"case {index}: {told.tokens}, {told.ids[rank].shape}, {told.E=}, {K=}, {N=}, {dtype}"

@@ -42,26 +42,44 @@ class MLP(nn.Module):
 
 
 class Stacked(nn.Module):
-    """As transformers 5 keeps them."""
+    """All experts' weights in one: as transformers 5 keeps them, or under other names."""
 
-    def __init__(self, E: int) -> None:
+    def __init__(self, E: int, names: tuple[str, ...] = ("gate_up_proj", "down_proj")) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.randn(E, 2 * F, H) / H**0.5)
-        self.down_proj = nn.Parameter(torch.randn(E, H, F) / F**0.5)
-        self.act_fn = nn.SiLU()
+        self.names = names
+        for name in names[:-1]:
+            rows = 2 * F if name == "gate_up_proj" else F
+            self.register_parameter(name, nn.Parameter(torch.randn(E, rows, H) / H**0.5))
+        self.register_parameter(names[-1], nn.Parameter(torch.randn(E, H, F) / F**0.5))
+        self.act_fn = nn.GELU() if names in PLAIN else nn.SiLU()
 
     def expert(self, e: int, x: torch.Tensor) -> torch.Tensor:
-        gate, up = (x @ self.gate_up_proj[e].t()).chunk(2, -1)
-        return (self.act_fn(gate) * up) @ self.down_proj[e].t()
+        *ups, down = (getattr(self, name)[e] for name in self.names)
+        first, *up = (x @ torch.cat(ups).t()).split(F, -1)
+        h = self.act_fn(first)
+        return (h * up[0] if up else h) @ down.t()
+
+
+LISTED = {
+    "list": ("gate_proj", "up_proj", "down_proj"),
+    "mixtral": ("w1", "w3", "w2"),
+    "plain": ("up_proj", "down_proj"),
+}
+STACKED = {
+    "stacked": ("gate_up_proj", "down_proj"),
+    "torchtitan": ("w1", "w3", "w2"),
+    "stacked apart": ("gate_proj", "up_proj", "down_proj"),
+    "stacked plain": ("w1", "w2"),
+}
+PLAIN = LISTED["plain"], STACKED["stacked plain"]  # without gates
 
 
 def made(kind: str, E: int) -> Any:
     """The same experts on every rank."""
     torch.manual_seed(3)
-    if kind == "stacked":
-        return Stacked(E)
-    names = {"list": ("gate_proj", "up_proj", "down_proj"), "mixtral": ("w1", "w3", "w2")}
-    return nn.ModuleList(MLP(names.get(kind, ("up_proj", "down_proj"))) for _ in range(E))
+    if kind in STACKED:
+        return Stacked(E, STACKED[kind])
+    return nn.ModuleList(MLP(LISTED[kind]) for _ in range(E))
 
 
 def alone(experts: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -88,16 +106,19 @@ def mine(whole: torch.Tensor, tokens: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.ranks(1, 2, 3)
-@pytest.mark.parametrize("kind", ["list", "mixtral", "stacked", "plain"])
+@pytest.mark.parametrize("kind", [*LISTED, *STACKED])
 def test_a_layer_is_its_experts(kind: str) -> None:
-    """Outputs, all gradients, and weights saved after a step, on whatever number of ranks."""
+    """Outputs, all gradients, and weights saved after a step, on whatever number of ranks; of every
+    layout that docs/experts.md has, stacked ones as modules and as dicts.
+    """
     W = dist.get_world_size()
     for E, tp, engine in ((5, 1, "host"), (1, 1, "generic"), (3, W, "generic"), (4, W, "host")):
         tokens = [3, 0, 4][:W]
         experts = made(kind, E).double()
-        options: dict[str, Any] = {"activation": "gelu"} if kind == "plain" else {}
+        options: dict[str, Any] = {"activation": "gelu"} if kind.endswith("plain") else {}
+        given = dict(experts.named_parameters()) if kind in STACKED and E < 4 else experts
         layer = weft.ExpertParallelMLP.from_experts(
-            experts, tensor_parallel_size=tp, keep_gathered=E > 3, **options
+            given, tensor_parallel_size=tp, keep_gathered=E > 3, **options
         )
         torch.testing.assert_close(layer.state_dict(), experts.state_dict(), rtol=0, atol=0)
         x, ids, weights = problem(tokens, E)

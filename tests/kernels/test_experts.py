@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import time
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ import weft
 from weft import sim
 from weft.collectives import chunk_sizes, resolve, workspace
 from weft.kernels import route
+from weft.kernels.expert_kernels import combine_launch, dispatch_launch, few_tokens_launch
+from weft.kernels.experts import launched
 from weft.kernels.experts.dispatch import dispatch_grouped_matmul_reference
 
 ENGINES = ("host", "generic", pytest.param("triton", marks=needs_interpreter))
@@ -343,3 +347,64 @@ def test_rows_in_fp8_are_half_the_bytes_of_a_link() -> None:
     scales = crossed(torch.bfloat16, "fp8") - ids - T * K
     assert 0 <= scales <= 16 * T
     assert crossed(torch.float32, None) == ids + 4 * T * K
+
+
+def at_the_boundary() -> None:
+    """Tokens of which one rank has as many as are few, then one more than these."""
+    group, kernels = resolve(None), list[str]()
+    told = Problem({"tokens": (5, 2)}, group.world_size)
+    experts, _ = told.own(group.rank)
+    gate, up, down = (w[experts] for w in (told.gate, told.up, told.down))
+
+    def noted(kernel: Any, programs: int) -> Any:
+        kernels.append(kernel.__name__)
+        return kernel[(programs,)]
+
+    made = []
+    for most, wanted in (
+        (5, ["few_tokens_kernel", "push_and_weigh_kernel"]),
+        (4, ["dispatch_kernel", "push_kernel", "weigh_kernel"]),
+    ):
+        kernels.clear()
+        with ExitStack() as patches:
+            patches.enter_context(weft.engine("triton"))
+            for module in (launched, combine_launch):
+                assert module.FEW == 256
+                patches.enter_context(patch.object(module, "FEW", most))
+            for module in (few_tokens_launch, dispatch_launch, combine_launch):
+                patches.enter_context(patch.object(module, "launching", noted))
+            h, routing = weft.dispatch_grouped_matmul(
+                told.xs[group.rank], told.ids[group.rank], (gate, up), activation="swiglu"
+            )
+            y = weft.grouped_matmul_combine(h, down, told.weights[group.rank], routing)
+        assert kernels == wanted
+        made.append((h, y, routing.load))
+    for few, many in zip(*made, strict=True):
+        assert torch.equal(few, many)
+    close("y", made[0][1], told.exact()["y"][group.rank], told.k)
+
+
+@needs_interpreter
+def test_few_tokens_end_where_the_constant_says(ranks: Any) -> None:
+    """One launch each way, and beyond several, with the same results; which, the ranks agree on."""
+    ranks(2, at_the_boundary)
+
+
+@needs_interpreter
+@pytest.mark.slow
+def test_tiles_of_experts_start_before_all_rows_are_there() -> None:
+    """In virtual time, of tokens that all go to the other rank."""
+    T = 1024  # two turns of the programs that fetch rows
+
+    def body(rank: int) -> None:
+        x, w = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((T, 64), (1, 64, 64)))
+        with weft.engine("triton"):
+            weft.dispatch_grouped_matmul(x, torch.full((T, 1), 1 - rank), w, sizes=[T, T])
+
+    timeline = sim.run(2, body, hardware="h100", numerics=False, symmetric=True).timeline
+    spans = [s for s in timeline.played.spans if s.kernel == "dispatch_kernel" and s.rank == 0]
+    tiles = [s for s in spans if s.kind == "arithmetic"]
+    multiplying = {s.core for s in tiles}
+    fetches = [s for s in spans if s.kind == "moving" and s.core not in multiplying]
+    assert tiles and fetches
+    assert min(s.start for s in tiles) < max(s.end for s in fetches)

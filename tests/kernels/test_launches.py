@@ -63,8 +63,19 @@ def test_kept_launches_are_those_that_would_be_made(variables: dict[str, str]) -
 @pytest.mark.slow
 def test_a_graph_can_hold_a_layer_of_few_tokens(variables: dict[str, str]) -> None:
     """A launch each way, of arguments that do not depend on ids; the host waits for no result."""
-    name = "experts, 64 tokens"
-    assert told_by("relaunching.py", variables, name) == {name: "", f"{name}, in a graph": ""}
+    held_by_a_graph(variables, "experts, 64 tokens")
+
+
+@pytest.mark.slow
+def test_a_graph_can_hold_the_norms_of_few_rows(variables: dict[str, str]) -> None:
+    """One launch, sum and residual included."""
+    held_by_a_graph(variables, "all_reduce_residual_rms_norm", "reduce_scatter_rms_norm_all_gather")
+
+
+def held_by_a_graph(variables: dict[str, str], *names: str) -> None:
+    """Whether calls make the launches of `relaunching.GRAPHED`, and nothing else."""
+    wanted = {name: "" for each in names for name in (each, f"{each}, in a graph")}
+    assert told_by("relaunching.py", variables, *names) == wanted
 
 
 @pytest.mark.sweep
