@@ -9,8 +9,6 @@ import torch
 import weft
 from weft import settings
 from weft.collectives import chunk_sizes
-from weft.collectives.prices.hardware import named
-from weft.kernels.engine.chips import known, scatters_in_one_shot
 
 if TYPE_CHECKING:
     from weft.sim import Hardware, Timeline
@@ -35,8 +33,7 @@ def timeline_of(
     op: str, M: int, N: int, K: int, ranks: int, hardware: Hardware | str, engine: settings.Engine
 ) -> Timeline:
     """The timeline of one `call`. Where ranks have equal rows one rank's kernels stand for all, but
-    for a sum that all keep, or in one shot: tiles of other owners are added up by other programs
-    there, and all ranks send to one owner at a time, which one rank does not show.
+    for a sum that all keep: tiles of other owners are added up by other programs there.
     """
     from weft import sim
 
@@ -44,20 +41,12 @@ def timeline_of(
         with settings.engine(engine):
             call(op, M, N, K, rank, ranks)
 
-    alike = engine != "triton" or not _differ(op, M, N, ranks, hardware)
     results = sim.run(
         ranks, body, hardware=hardware, numerics=False, timeout=24 * 3600,
-        symmetric=M % ranks == 0 and alike,
+        symmetric=M % ranks == 0 and (op, engine) != ("matmul_all_reduce", "triton"),
     )  # fmt: skip
     assert results.timeline is not None  # hardware was given
     return results.timeline
-
-
-def _differ(op: str, M: int, N: int, ranks: int, hardware: Hardware | str) -> bool:
-    """Whether one rank of the kernel does not stand for all."""
-    chip, chunk = known(named(hardware).chip), M // ranks
-    one_shot = scatters_in_one_shot(chip, chunk, N, torch.bfloat16, ranks, None)
-    return op == "matmul_all_reduce" or (op == "matmul_reduce_scatter" and one_shot)
 
 
 def layer_timeline(

@@ -244,7 +244,7 @@ def by_words(T: int, H: int, dtype: torch.dtype, one_shot: bool, part: int = 16)
 
 @needs_interpreter
 @pytest.mark.ranks(
-    1, 2, pytest.param(3, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)
+    1, 2, pytest.param(3, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.sweep)
 )
 def test_words_have_the_bits_of_signalled_rows() -> None:
     """In one shot and in two, all dtypes, rows that are odd, few, and in parts; a late rank."""
