@@ -31,7 +31,7 @@ often = patch("weft.collectives.ranks.bounds._BEAT_S", 0.2)
 def on_several_hosts() -> Iterator[None]:
     """Each rank as on a host of its own: nothing is shared."""
     here = replace(Process.here(), host=f"host {dist.get_rank()}")
-    with patch.object(Process, "here", lambda: here):
+    with patch.object(Process, "here", lambda on_gpus=False: here):
         yield
 
 

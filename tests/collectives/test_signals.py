@@ -108,7 +108,7 @@ def test_a_wait_that_fails_is_recorded_once_and_ends_all_patience():
         polling.on_poll = before
     slot = pad.KERNEL_SLOTS + 2 * pad.MAX_PROGRAMS + 7
     # Each of the two waits gives up when it first looks, long before its time is over.
-    assert polls == [(ranks.words[1][slot:].data_ptr(), 7)] * 2 * waits._POLLS_A_LOOK.value
+    assert polls == [(ranks.words[1][slot:].data_ptr(), 7)] * 2 * waits.POLLS_A_LOOK.value
     assert ranks.words[1][pad.STATUS] == pad.status_word(pad.TIMED_OUT, 1, 0, 6)
 
 
@@ -180,7 +180,7 @@ def test_a_wait_for_a_process_that_has_ended_is_given_up(report, monkeypatch):
     line.look()
     line.watch()
     _wait_kernel[(1,)](ranks.table, out, 6, 10**9)
-    assert out.tolist() == [0, 0] and 100 < len(polls) <= 100 + 3 * waits._POLLS_A_LOOK.value
+    assert out.tolist() == [0, 0] and 100 < len(polls) <= 100 + 3 * waits.POLLS_A_LOOK.value
     assert ranks.words[1][pad.STATUS] == pad.status_word(pad.GONE, 1, 0, 6)
     with pytest.raises(PeerTimeout, match="waited in vain for rank 0"):
         line.check()

@@ -58,7 +58,7 @@ def on_hosts(layout: str, rates: cost.Machine | None = QUICK, domain: str = "") 
     weft.close()
     measured = cost.machine
     with (
-        patch.object(Process, "here", lambda: elsewhere),
+        patch.object(Process, "here", lambda on_gpus=False: elsewhere),
         patch.object(cost, "machine", lambda *of: rates or measured(*of)),
     ):
         yield
