@@ -203,10 +203,8 @@ def launch_sum_rms_norm(
             "multicast address"
         )
     operands = [t.data_ptr() for t in (x, residual) if t is not None]
-    adding, spread = config.teams * team, 1
-    if whole and not config.one_shot:
-        allowed = within_budget((1 + _SPREAD) * adding) // adding - 1
-        spread = max(1, min(allowed, ws.world_size))
+    adding = config.teams * team
+    spread = _spread(adding, ws.world_size if whole and not config.one_shot else 1)
     launching(sum_rms_norm_kernel, (1 + spread) * adding)(
         y.view(torch.int8) if quantizes else y,
         scales[0] if quantizes else None,
@@ -239,6 +237,11 @@ def launch_sum_rms_norm(
     return y, h, *scales
 
 
+def _spread(adding: int, most: int) -> int:
+    """How many times as many programs normalize as add up: `most`, if the budget of SMs allows."""
+    return max(1, min(within_budget((1 + _SPREAD) * adding) // adding - 1, most))
+
+
 def _launch_flagged(
     x: torch.Tensor,
     ws: Workspace,
@@ -260,8 +263,7 @@ def _launch_flagged(
     team, first = config.team(H), min(ws.rank * share, T)
     sums = x.new_empty(T if whole else min(share, T - first), H)
     adding = config.teams * team
-    most = 1 if config.one_shot else ws.world_size
-    spread = max(1, min(within_budget((1 + _SPREAD) * adding) // adding - 1, most))
+    spread = _spread(adding, 1 if config.one_shot else ws.world_size)
     launching(flagged_rms_norm_kernel, (1 + spread) * adding)(
         y.view(torch.int8) if scales else y,
         scales[0] if scales else None,
