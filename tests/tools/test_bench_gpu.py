@@ -71,6 +71,9 @@ def test_cases_are_chosen_by_name_or_by_a_part_of_it() -> None:
     assert gpu._chosen(None, cases) == cases
     assert gpu._chosen(["W4/plain/norm"], cases) == {"proof": ["W4/plain/norm"], "threads": []}
     assert gpu._chosen(["norm"], cases) == {"proof": ["W4/plain/norm"], "threads": ["W2/late/norm"]}
+    compiled = {"compile": ["proof", "threads", "solo"]}
+    assert gpu._chosen(["norm"], compiled | cases)["compile"] == ["proof", "threads"]
+    assert gpu._chosen(["W2/late/norm"], compiled | cases)["compile"] == ["threads"]
 
 
 def outcomes(*entries: dict[str, Any]) -> gpu.Outcomes:

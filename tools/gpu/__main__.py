@@ -483,16 +483,25 @@ def main(argv: Sequence[str] | None = None, begun: float | None = None) -> int:
 
 
 def _chosen(names: Sequence[str] | None, cases: dict[str, list[str]]) -> dict[str, list[str]]:
-    """The cases of each step with one of these names, else those that have one in theirs."""
+    """The cases of each step with one of these names, else those that have one in theirs.
+
+    Of compile, also what the chosen cases of the other steps launch.
+    """
     if not names:
         return cases
-    exact = {step: [case for case in each if case in names] for step, each in cases.items()}
-    if any(exact.values()):
-        return exact
-    return {
-        step: [case for case in each if any(name in case for name in names)]
-        for step, each in cases.items()
-    }
+    found = {step: [case for case in each if case in names] for step, each in cases.items()}
+    if not any(found.values()):
+        found = {
+            step: [case for case in each if any(name in case for name in names)]
+            for step, each in cases.items()
+        }
+    if compiled := cases.get("compile"):
+        parts = gpu_steps.solo_parts(quick=False)
+        needed = {
+            "parts" if case in parts else step for step, each in found.items() for case in each
+        }
+        found["compile"] = [case for case in compiled if case in {*needed, *found["compile"]}]
+    return found
 
 
 def _is_there(module: str) -> bool:
