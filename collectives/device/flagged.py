@@ -24,12 +24,18 @@ for them, of every rank's g + 1. Those were stored after that rank's call g had 
 loads. A word orders no more than this: of its writer, what came before the launch and what its
 program had taken; for its reader, what comes in later launches. Other data need a signal.
 
+Why all threads of a program take the same words. Threads that share an element of a tensor load it
+each for itself, at its own time, and could see it before and after it came: values would differ,
+and so would the branch behind them. So what is looked for has an element for each thread (THREADS);
+rows of fewer words are asked for several times.
+
 A peer that is late makes the reader look again, as `waits` do: bounded in time, given up once a
 wait of this rank has failed or a process has ended, recorded in STATUS, and told.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -39,7 +45,10 @@ from weft.collectives.device.polling import as_flagged, pause
 from weft.collectives.device.signals import half_ptr
 from weft.collectives.device.waits import POLLS_A_LOOK, look, on_nvidia, patience
 
+THREADS = 1 if INTERPRETED else 256 if torch.version.hip else 128  # of a program: 4 warps
+
 _INTERPRETED = Constant(INTERPRETED)
+_THREADS = Constant(THREADS)
 _CALLS_A_CLEANING = Constant(1 << 31)
 _STORE = Constant(
     "{ .reg .pred p; setp.ne.s32 p, $4, 0; mov.u32 $0, 0; "
@@ -116,9 +125,12 @@ def _store_pairs(ptrs, first, second, generation, mask):
 def load_flagged(ptrs, generation, dtype: tl.constexpr, COUNT: tl.constexpr):
     """Rows of COUNT values (R, COUNT) as `store_flagged` leaves them at `ptrs` (R,), and (R, words
     / 2) whether they are missing: then they are anything. Load again, with `still_waits` between.
+
+    R * words / 2 is no less than THREADS: rows may be the same ones.
     """
     R: tl.constexpr = ptrs.shape[0]
     N: tl.constexpr = COUNT * dtype.primitive_bitwidth // 32
+    tl.static_assert(R * N // 2 >= _THREADS, "a thread would look at another one's words")
     at = ptrs[:, None] + tl.arange(0, N // 2)[None, :]
     if _INTERPRETED:
         as_flagged(generation)

@@ -39,10 +39,13 @@ import triton
 import triton.language as tl
 
 from weft.collectives.device import flagged, signals
+from weft.collectives.device.addresses import Constant
 from weft.collectives.device.device_math import fp8_bits, rounded
 from weft.collectives.device.failures import record_timeout
 from weft.collectives.device.waits import patience
 from weft.kernels.norm import team_rows
+
+_THREADS = Constant(flagged.THREADS)
 
 
 @dataclass(frozen=True)
@@ -135,19 +138,21 @@ def _add_ranks(call, x_ptr, weight, residual_ptr, V: tl.constexpr):
 
 @triton.jit
 def _load_shown(call, row, source, dtype: tl.constexpr, V: tl.constexpr):
-    """h of the program's columns, and the squares and the largest of all parts of the row.
+    """h of the program's columns, and the sum of squares and the largest of the whole row.
 
     False with them if rank `source` has not shown them: recorded.
     """
     TEAM: tl.constexpr = V.team
     PART: tl.constexpr = V.part
+    TIMES: tl.constexpr = (_THREADS + 2 * TEAM - 1) // (2 * TEAM)  # each part, for `load_flagged`
     link, generation = call.link, call.generation
     own_pad = signals.peer_ptr(link.signal_ptrs, call.rank, tl.int64)
     shown = _words(call, call.rank, call.rest + row, dtype, V)
-    figures_at = _figures(call, call.rank, row, dtype, V) + 4 * tl.arange(0, TEAM)
+    figures_at = _figures(call, call.rank, row, dtype, V)
+    figures_at += 4 * (tl.arange(0, TIMES * TEAM) % TEAM)
     left = patience(link.timeout_ns, "gpu")
     began, polls = left - left, 0
-    h, figures = tl.zeros((1, PART), dtype), tl.zeros((TEAM, 4), tl.float32)
+    h, figures = tl.zeros((1, PART), dtype), tl.zeros((TIMES * TEAM, 4), tl.float32)
     missing = tl.cast(1, tl.int32)
     while (missing > 0) & (left > 0):
         figures, later = flagged.load_flagged(figures_at, generation, tl.float32, 4)
@@ -159,9 +164,12 @@ def _load_shown(call, row, source, dtype: tl.constexpr, V: tl.constexpr):
             )
     if missing > 0:
         record_timeout(own_pad, call.rank, source, generation)
-    even, odd = tl.split(tl.reshape(figures, (TEAM, 2, 2)))
+    even, odd = tl.split(tl.reshape(figures, (TIMES, TEAM, 2, 2)))
     squares, _ = tl.split(even)
     largest, _ = tl.split(odd)
+    squares = tl.reduce(squares, 1, tl.standard._sum_combine)
+    squares = tl.reduce(squares, 0, tl.standard._elementwise_max)  # the same ones
+    largest = signals.greatest(tl.reshape(largest, (TIMES * TEAM,)))
     return tl.reshape(h, (PART,)), squares, largest, missing == 0
 
 
@@ -177,10 +185,10 @@ def _norm_row(call, y_ptr, scales_ptr, sums_ptr, row, source, weight, eps, dtype
             there = tl.where((kept >= 0) & (kept < call.own_rows), there, False)
         tl.store(team_rows.at(sums_ptr, kept, call.H) + call.columns, total, mask=there)
         h = total.to(tl.float32)
-        inverse = tl.rsqrt(tl.reduce(squares, 0, tl.standard._sum_combine) / call.H + eps)
+        inverse = tl.rsqrt(squares / call.H + eps)
         if V.quantizes:
             # As `team_rows.norm_row`.
-            scale = tl.maximum(signals.greatest(largest) * inverse, 1.1754943508222875e-38) / 448.0
+            scale = tl.maximum(largest * inverse, 1.1754943508222875e-38) / 448.0
             tl.store(scales_ptr + row, scale, mask=tl.program_id(0) % V.team == 0)
             result = fp8_bits(h * weight * inverse / scale)
         else:
