@@ -229,8 +229,8 @@ IN_ATTENTION = [
     fault(
         "one row of keys too many",
         ring_keys,
-        "tl.minimum(COPY_M, rows - first),",
-        "tl.minimum(COPY_M, rows - first) + 1,",
+        "tl.where(wanted, row < rows, False)",
+        "tl.where(wanted, row < rows + 1, False)",
         RINGS,
         (BOUNDS, RACE),
     ),
