@@ -127,12 +127,12 @@ def _copy_programs(
 ) -> int:
     """How many programs copy: just enough to fetch a shard while the others attend to one.
 
-    A program fetches 32 GB/s (32 KiB a load, 1 us); the chip attends at some 400 TFLOP/s, to half
-    of the pairs if attention is causal. An eighth of the cores fills the link.
+    A program copies 12 GB/s of a chip's own memory (H200); the chip attends at some 400 TFLOP/s, to
+    half of the pairs if attention is causal. An eighth of the cores is the most that copy.
     """
     if W == 1 or chip is INTERPRETER:
         return 1
-    wanted = -(-12500 * dtype.itemsize * kv_heads // max(heads * rows, 1))
+    wanted = -(-33000 * dtype.itemsize * kv_heads // max(heads * rows, 1))
     return max(2, min(chip.cores // 8, wanted))
 
 

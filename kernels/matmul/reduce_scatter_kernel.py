@@ -94,11 +94,11 @@ def reduce_scatter_config(
         programs=max(1, min(chip.programs, world_size * tile_count(chunk, N, tiling))),
         reduce_m=min(16, tiling.block_m),
         descriptors=chip.descriptors and dtype != torch.float32,
-        # Sixteen that store 28 GB/s each fill a 450 GB/s link. A core may reach 110 GB/s; but of
-        # fewer senders the link would idle whenever one hands over to the next. With 8, 16, 33 and
-        # 66 the way down takes on 8 x H100, in virtual time, 116, 109, 102 and 101 us for the 8B
-        # layer at M = 2048, and 757, 751, 773 and 864 for the 70B one at M = 8192.
-        senders=max(1, chip.cores // 8),
+        # A turn takes 6 us on an H200, of a tile of 98 KB that another program then follows: 16 GB/s a
+        # sender, so that 33 fill a link of 450 GB/s. With 16, 33, 66 and all 132 of them one rank of
+        # 8 takes there, without the link, 271, 214, 208 and 202 us for the way down of a 70B layer at
+        # M = 2048; in virtual time, with the link, 109, 102, 101 us for 8B (16, 33, 66 senders).
+        senders=max(1, chip.cores // 4),
     )
 
 
