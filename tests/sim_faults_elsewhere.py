@@ -45,7 +45,7 @@ from weft.kernels.norm import flagged_norm_kernel, rms_norm_kernel, switched_row
 # The package has a function of the same name.
 exchange = importlib.import_module("weft.collectives.memory.exchange")
 
-PUT = "ex.put(x, *_cut(start, stop - start, x.numel()))"
+PUT = "ex.put(x, *_window_in(start, stop - start, x.numel()))"
 SLOT = "*part(peer, window), peer * slot_bytes)"
 POST = "self._waiter.post(peer, self.generation)"
 MOVED = ("movement of bytes",)

@@ -89,7 +89,7 @@ def move_by_hosts(
     group.calls.runs(GENERIC)
     given = [share for share in plan.shares if share.giver == me]
     if step.reduce_op:
-        values = _added_up(step, local, given)
+        values = _sums_to_give(step, local, given)
         offset = 0
     else:
         values = {share.number: local[share.source] for share in given}
@@ -143,7 +143,9 @@ def _arrived(done: Any, ex: Exchange, told: threading.Event) -> None:
         told.set()
 
 
-def _added_up(step: HostStep, local: torch.Tensor, given: list[Share]) -> dict[int, torch.Tensor]:
+def _sums_to_give(
+    step: HostStep, local: torch.Tensor, given: list[Share]
+) -> dict[int, torch.Tensor]:
     """The shares that this rank gives, of the sums of all hosts."""
     plan, group, me = step.plan, step.group, step.group.rank
     wide, ours = summed_in(step, local.dtype), here(group)

@@ -85,7 +85,7 @@ def _attention_grads(op: str) -> Callable[..., tuple[Any, ...]]:
     return grads
 
 
-def _plan(
+def _forward_plan(
     op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group_name: str, *options: Any
 ) -> AttentionPlan:
     """The plan of the forward."""
@@ -94,14 +94,14 @@ def _plan(
 
 # Their first arguments are _KEPT: q, k, v, out, lse and the gradients of the last two.
 def _ring_attention_backward(*args: Any) -> tuple[torch.Tensor, ...]:
-    call = _plan("ring_attention", *args[:3], *args[7:])
+    call = _forward_plan("ring_attention", *args[:3], *args[7:])
     grads = ring_gradients(call, saved_with(args[:5], args[5:7]))
     return tuple(grad.contiguous() for grad in grads)
 
 
 def _head_attention_backward(*args: Any) -> tuple[torch.Tensor, ...]:
     qkv, grads, options = args[:3], args[5:7], args[7:]
-    call = _plan(swaps.OP, *qkv, *options)
+    call = _forward_plan(swaps.OP, *qkv, *options)
     if ulysses.in_one_launch(call):
         made = ulysses.head_gradients(call, saved_with(args[:5], grads))
         return tuple(grad.contiguous() for grad in made)

@@ -174,11 +174,11 @@ def hosts_backward(call: AttentionPlan, saved: Saved) -> Gradients:
 
 def _crossing(call: AttentionPlan, op: str) -> Crossing:
     geometry, hosts = call.geometry, call.group.hosts
-    return Crossing(call.group, geometry.k_sizes, 0, op, _seen(geometry, hosts))
+    return Crossing(call.group, geometry.k_sizes, 0, op, _hosts_seen(geometry, hosts))
 
 
 @lru_cache(maxsize=256)
-def _seen(geometry: Geometry, hosts: tuple[tuple[int, ...], ...]) -> Pairs:
+def _hosts_seen(geometry: Geometry, hosts: tuple[tuple[int, ...], ...]) -> Pairs:
     """Pairs of hosts of which queries on the second see keys of the first."""
     return frozenset(
         (source, target)

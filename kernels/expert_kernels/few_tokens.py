@@ -83,7 +83,7 @@ def _ids_of(link, rank, generation, ids_at):
 
 
 @triton.jit
-def _send(x, ids_ptr, pull, firsts, afters, T, ids_at, V: tl.constexpr, ROLES: tl.constexpr):
+def _send_tokens(x, ids_ptr, pull, firsts, afters, T, ids_at, V: tl.constexpr, ROLES: tl.constexpr):
     """A sender: its tokens and their ids, to the ranks that need them."""
     link, rank, generation = pull.link, pull.rank, pull.generation
     wire: tl.constexpr = tl.uint8 if V.quantized else x.ptr.dtype.element_ty
@@ -203,7 +203,7 @@ def few_tokens_kernel(
     pull = PulledRows(table, 0, 0, link, rank, generation, pitch, scales_at, fetched, K, most)
     call = DispatchTiles(pull, weights, Ns, None, w_desc, w2_desc, out)
     if program < SENDERS:
-        _send(x, ids_ptr, pull, firsts, afters, T, ids_at, V, ROLES)
+        _send_tokens(x, ids_ptr, pull, firsts, afters, T, ids_at, V, ROLES)
     elif program < SENDERS + CLERKS:
         came = wait_for_all_ranks(link, rank, generation, W, SENDERS)
         shown = _ids_of(link, rank, generation, ids_at)

@@ -132,7 +132,7 @@ def all_gather_matmul(
         traced = torch.ops.weft.all_gather_matmul(
             x,
             weights,
-            _listed(x, biases),
+            _bias_list(x, biases),
             group_name(group),
             gather_dim,
             sizes,
@@ -169,7 +169,7 @@ def all_gather_matmul(
     def planned() -> GatherPlan:
         K = sum(lengths) if contracted else x.shape[-1]
         check_operands(x, K, weights, biases, dtype)
-        return _planned(x, weights, group, gather_dim, lengths)
+        return _gather_plan(x, weights, group, gather_dim, lengths)
 
     plan = _plans.of(key, planned)
     front, engine = x.movedim(gather_dim, 0) if gather_dim else x, plan.engine
@@ -206,7 +206,7 @@ def all_gather_matmul(
     return (gathered, y) if return_gathered else y
 
 
-def _listed(x: torch.Tensor, biases: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+def _bias_list(x: torch.Tensor, biases: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
     """Biases as a custom op takes them: torch.library cannot differentiate lists that contain None.
 
     One for each weight, empty where there is none; an empty list if there are none at all.
@@ -219,7 +219,7 @@ def _listed(x: torch.Tensor, biases: Sequence[torch.Tensor | None]) -> list[torc
 _plans = Plans[GatherPlan](f"{__name__}._plans")
 
 
-def _planned(
+def _gather_plan(
     x: torch.Tensor, weights: list[torch.Tensor], group: Group, gather_dim: int, sizes: list[int]
 ) -> GatherPlan:
     engine = choose(gather_problem(x, weights, gather_dim, sizes), group, x.device)

@@ -266,7 +266,7 @@ def _triton_forward(
             sum(rows), N, x.shape[1], x.dtype, group.world_size, chip_of(x.device),
             activation=call.activation, keep=keep, keep_sums=keep_sums,
         )  # fmt: skip
-        plan.launches[key] = config, *_room(x, rows, config.copy_engines)
+        plan.launches[key] = config, *_channel_and_bytes(x, rows, config.copy_engines)
     config, channel, nbytes = plan.launches[key]
     ws = workspace(group, nbytes, channel=channel, device=x.device)
 
@@ -300,11 +300,11 @@ def gather_workspace(
     x: torch.Tensor, group: Group, rows: list[int], copy_engines: bool = False
 ) -> Workspace:
     """The workspace through which kernels, or copy engines, gather x (rows[rank], K)."""
-    channel, nbytes = _room(x, rows, copy_engines)
+    channel, nbytes = _channel_and_bytes(x, rows, copy_engines)
     return workspace(group, nbytes, channel=channel, device=x.device)
 
 
-def _room(x: torch.Tensor, rows: list[int], copy_engines: bool) -> tuple[str, int]:
+def _channel_and_bytes(x: torch.Tensor, rows: list[int], copy_engines: bool) -> tuple[str, int]:
     """Its channel and bytes."""
     from weft.kernels.device import gathers
 

@@ -94,19 +94,19 @@ def reduce_scatter_rms_norm_all_gather(
         rank 0 and of shape (0, 2) on rank 1.
     """
     if is_call_traced(x):  # see `custom_ops`
-        dim, eps = _checked(x, weight, dim, eps)
+        dim, eps = _dim_and_eps(x, weight, dim, eps)
         op = torch.ops.weft.reduce_scatter_rms_norm_all_gather
         y, h = op(x, weight, residual, group_name(group), eps, dim)
         return y, h
     group = resolve(group)
 
     def told() -> tuple[Hashable, ...]:
-        of, epsilon = _checked(x, weight, dim, eps)
+        of, epsilon = _dim_and_eps(x, weight, dim, eps)
         given = ("weight", weight is not None), ("residual", residual is not None)
         return x.dtype, x.shape, ("dim", of), ("eps", epsilon), *given
 
     def planned() -> NormCall:
-        of, epsilon = _checked(x, weight, dim, eps)
+        of, epsilon = _dim_and_eps(x, weight, dim, eps)
         sizes = chunk_sizes(x.shape[of], group.world_size)
         shape = (*x.shape[:of], sizes[group.rank], *x.shape[of + 1 :])
         check_residual(residual, shape, x.dtype, x.device)
@@ -119,7 +119,7 @@ def reduce_scatter_rms_norm_all_gather(
     return y, h
 
 
-def _checked(
+def _dim_and_eps(
     x: torch.Tensor, weight: torch.Tensor | None, dim: int, eps: float | None
 ) -> tuple[int, float]:
     """`dim` from the front, and what `eps` is."""
