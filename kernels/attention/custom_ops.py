@@ -32,6 +32,7 @@ from weft.kernels.attention import swaps, ulysses
 from weft.kernels.attention.decode import append_to_cache, flash_decode
 from weft.kernels.attention.plan import AttentionOptions, AttentionPlan, plan_attention
 from weft.kernels.attention.ring import ring_attention, ring_gradients, saved_with
+from weft.kernels.engine.local_matmul import sum_dtype
 from weft.settings import current_engine
 
 _ops: Any = torch.ops.weft
@@ -39,10 +40,6 @@ _ops: Any = torch.ops.weft
 
 def _group(name: str) -> Group:
     return resolve(name) if name else alone()
-
-
-def _wide(x: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _run(attention: Callable[..., Any]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
@@ -65,7 +62,7 @@ _head_attention = _run(ulysses.ulysses_attention)
 def _attention_fake(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=_wide(q))
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=sum_dtype(q))
 
 
 def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -223,7 +220,7 @@ def _flash_decode(
 def _flash_decode_fake(
     q: torch.Tensor, *args: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=_wide(q))
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=sum_dtype(q))
 
 
 def _append_to_cache(

@@ -30,6 +30,7 @@ from torch.nn import functional
 
 from weft.collectives import Exchange, exchange
 from weft.kernels.attention.library import KeyPart, WholeResult, kernels_for
+from weft.kernels.engine.local_matmul import sum_dtype
 from weft.kernels.engine.shards import copy_stream
 from weft.kernels.flash.geometry import Geometry, Rectangle, Visibility, rectangles_between
 
@@ -71,7 +72,7 @@ class PartialAttention:
     def __init__(self, q: torch.Tensor, sees: Visibility, scale: float) -> None:
         self._kernels = kernels_for(q.device)
         self._q, self._sees, self._scale = self._kernels.operand(q), sees, scale
-        self._wide = torch.promote_types(q.dtype, torch.float32)
+        self._wide = sum_dtype(q)
         self._out, self._lse = q.new_empty(0), q.new_empty(0)
         self._begun = False
 

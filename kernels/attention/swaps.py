@@ -15,6 +15,7 @@ from weft import settings
 from weft.collectives import Group, all_gather, exchange
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
 from weft.kernels.engine.engines import record_backward, refuse_second_order
+from weft.kernels.engine.local_matmul import sum_dtype
 
 OP = "ulysses_attention"
 HeadsByRank = tuple[tuple[int, ...], ...]
@@ -146,7 +147,7 @@ def heads_to_tokens(
     start = offsets(sizes)[group.rank]
     rows = slice(start, start + sizes[group.rank])
     added = len({head for each in heads for head in each}) < sum(map(len, heads))
-    wide = torch.promote_types(x.dtype, torch.float32) if added else x.dtype
+    wide = sum_dtype(x) if added else x.dtype
     out = x.new_zeros(B, H, sizes[group.rank], D, dtype=wide)
 
     def take(source: int, part: torch.Tensor) -> None:

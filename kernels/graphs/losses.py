@@ -21,6 +21,7 @@ import torch
 from torch.fx import Graph, Node
 
 from weft.collectives.custom_ops import world_of
+from weft.kernels.engine.local_matmul import sum_dtype
 from weft.kernels.graphs.building import Builder, ancestors, erase, evaluated
 from weft.kernels.graphs.chains import (
     aten,
@@ -114,7 +115,7 @@ def _exchange(graph: Graph, largest: Node) -> list[Receipt]:
 
 def _made(at: Builder, x: Node, largest: Node, picks: list[_Pick]) -> list[Node]:
     """M, S, and what is at the targets, each (*rows, 1), and exp(x - M)."""
-    dtype, group = _wide(x), largest.args[2]
+    dtype, group = sum_dtype(x.meta["val"]), largest.args[2]
     column = [*at.sizes(x)[:-1], 1]
     own = at.call(aten.reshape.default, largest.all_input_nodes[0], column)
     if x.meta["val"].dtype != dtype:
@@ -149,11 +150,6 @@ def _made(at: Builder, x: Node, largest: Node, picks: list[_Pick]) -> list[Node]
         values.append(at.call(aten.sub.Tensor, logit, below))
     factor = at.call(aten.exp.default, at.call(aten.sub.Tensor, safe, M))
     return [*values, at.call(aten.mul.Tensor, e, factor)]
-
-
-def _wide(x: Node) -> torch.dtype:
-    """In which numbers of x are exchanged."""
-    return torch.float64 if x.meta["val"].dtype == torch.float64 else torch.float32
 
 
 def _reduces(node: Any, op: str) -> bool:
@@ -285,7 +281,9 @@ def _selected(at: Builder, pick: _Pick, x: Node) -> Node:
             continue
         args, kwargs = torch.fx.map_arg((step.args, step.kwargs), lambda n: made.get(n, n))
         if is_call(step, aten.index_put.default):
-            zero = at.call(torch.ops.prims.convert_element_type.default, args[2], _wide(x))
+            zero = at.call(
+                torch.ops.prims.convert_element_type.default, args[2], sum_dtype(x.meta["val"])
+            )
             args = (*args[:2], zero)
         target: Any = step.target
         made[step] = at.call(target, *args, **kwargs)

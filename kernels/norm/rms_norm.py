@@ -37,7 +37,13 @@ from weft.collectives.ranks.traced import is_call_traced
 from weft.kernels.engine.autocast import outside_autocast
 from weft.kernels.engine.chips import chip_of
 from weft.kernels.engine.engines import Problem, choose, is_supported
-from weft.kernels.engine.local_matmul import as_rows, check_residual, needs_gradient
+from weft.kernels.engine.local_matmul import (
+    as_rows,
+    check_residual,
+    needs_gradient,
+    sum_dtype,
+    widened,
+)
 from weft.kernels.engine.plans import Plans
 from weft.kernels.engine.replicated import Spread, Summed
 
@@ -129,7 +135,7 @@ def _dim_and_eps(
             f"norm is taken: got shape {tuple(x.shape)}, {dim=}"
         )
     check(x, weight)
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = sum_dtype(x)
     return dim % x.ndim, torch.finfo(wide).eps if eps is None else eps
 
 
@@ -164,17 +170,13 @@ def by_kernel(op: str, x: torch.Tensor, group: Group) -> bool:
     return supported
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
 def _inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
     return (x.square().mean(-1, keepdim=True) + eps).rsqrt()
 
 
 def rms_normalized(h: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """rms_norm(h) * weight in fp32, or fp64 for that."""
-    wide = _wide(h)
+    wide = widened(h)
     y = wide * _inverse_rms(wide, eps)
     return y if weight is None else y * weight
 
@@ -221,7 +223,7 @@ class NormCall:
         """
         if not self.whole:
             dy = reduce_scatter(dy, self.group, dim=self.dim, sizes=self.sizes)
-        g, wide = _wide(dy), _wide(h)
+        g, wide = widened(dy), widened(h)
         scale = _inverse_rms(wide, self.eps)
         n, dx, dw = wide * scale, None, None
         needs_x, needs_weight, needs_residual = needs
