@@ -29,7 +29,7 @@ def sum_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.float32 if narrow else x.dtype
 
 
-def widened(x: torch.Tensor) -> torch.Tensor:
+def in_sum_dtype(x: torch.Tensor) -> torch.Tensor:
     """x in `sum_dtype`."""
     return x.to(sum_dtype(x))
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from weft.kernels.engine.local_matmul import widened
+from weft.kernels.engine.local_matmul import in_sum_dtype
 
 
 def topk_router(
@@ -60,7 +60,7 @@ def topk_router(
             f"k must be 1 to {E // groups * chosen_groups}, the experts that a token may go to, "
             f"got {k}"
         )
-    wide = widened(logits)
+    wide = in_sum_dtype(logits)
     scores = wide.softmax(-1) if scoring == "softmax" else wide.sigmoid()
     ranked = scores.detach() if bias is None else scores.detach() + bias.detach()
     if chosen_groups < groups:

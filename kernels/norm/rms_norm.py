@@ -40,9 +40,9 @@ from weft.kernels.engine.engines import Problem, choose, is_supported
 from weft.kernels.engine.local_matmul import (
     as_rows,
     check_residual,
+    in_sum_dtype,
     needs_gradient,
     sum_dtype,
-    widened,
 )
 from weft.kernels.engine.plans import Plans
 from weft.kernels.engine.replicated import Spread, Summed
@@ -176,7 +176,7 @@ def _inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
 
 def rms_normalized(h: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """rms_norm(h) * weight in fp32, or fp64 for that."""
-    wide = widened(h)
+    wide = in_sum_dtype(h)
     y = wide * _inverse_rms(wide, eps)
     return y if weight is None else y * weight
 
@@ -223,7 +223,7 @@ class NormCall:
         """
         if not self.whole:
             dy = reduce_scatter(dy, self.group, dim=self.dim, sizes=self.sizes)
-        g, wide = widened(dy), widened(h)
+        g, wide = in_sum_dtype(dy), in_sum_dtype(h)
         scale = _inverse_rms(wide, self.eps)
         n, dx, dw = wide * scale, None, None
         needs_x, needs_weight, needs_residual = needs
