@@ -47,7 +47,6 @@ from weft.kernels.matmul.gather_engines import (
     GatherGradient,
     gather_problem,
     generic_backward,
-    run_backward,
 )
 
 _ops: Any = torch.ops.weft
@@ -180,7 +179,7 @@ def _all_gather_matmul_backward(
             needs_x,
             needs_w,
         )
-        dx, dws = run_backward(engine, given)
+        dx, dws = gather.OP.backward[engine](given)
         dx = None if dx is None else dx.view(front.shape).movedim(0, gather_dim)
     return needed([dx, *dws], [x, *weights], needs)
 
@@ -275,7 +274,7 @@ def _matmul_reduce_scatter_backward(
             average,
             needs,
         )
-        dx, dw, db = reduce_scatter.run_backward(engine, given)
+        dx, dw, db = reduce_scatter.OP.backward[engine](given)
         dx = None if dx is None else dx.view(front.shape).movedim(0, scatter_dim)
     return needed([dx, dw, db], [x, w, w[0]], needs)
 

@@ -35,6 +35,7 @@ from weft.kernels.expert_kernels import (
     few_tokens,
     hand_over,
     pulled_rows,
+    push_and_weigh_kernel,
     weigh_kernel,
 )
 from weft.kernels.flash import decode_kernel, ring_dkv, ring_keys
@@ -633,8 +634,8 @@ IN_EXPERTS = [
     ),
     fault(
         "results of few tokens are weighed before all have come",
-        few_tokens,
-        "came = wait_for_all_ranks(link, rank, generation, V.world_size, PUSHERS)",
+        push_and_weigh_kernel,
+        "came = wait_for_all_ranks(link, rank, generation, W, PUSHERS)",
         "came = True",
         FEW[2:],
     ),

@@ -146,7 +146,10 @@ def test_completion_shows_what_is_public() -> None:
 
 
 def test_a_kernel_can_be_read_at_a_sitting() -> None:
-    """Its file has at most 300 lines, and opens with what it does, and whom it waits for."""
+    """Its file has at most 300 lines, and opens with what it does, and whom it waits for.
+
+    It takes at most 20 arguments.
+    """
     for folder in ("collectives", "kernels"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             text = path.read_text()
@@ -154,12 +157,15 @@ def test_a_kernel_can_be_read_at_a_sitting() -> None:
                 lines = len(text.splitlines())
                 assert lines <= 300, f"{path.relative_to(ROOT)} has {lines} lines"
                 assert text.startswith('"""'), path
+                for node in ast.parse(text).body:
+                    if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+                        assert len(node.args.args) <= 20, f"{node.name}: compose some, as tuples"
 
 
 # Names that several modules have for one thing: each kernel, engine or hook has its own.
 SHARED = {
     *("workspace_bytes", "workspace_for", "room_for", "pitch_of", "publish", "main"),
-    *("run_backward", "hosts_forward", "dispatch_forward", "dispatch_backward"),
+    *("hosts_forward", "dispatch_forward", "dispatch_backward"),
     *("combine_forward", "combine_backward", "installed", "requirements", "forget"),
     *("load", "write", "path_of", "__dir__"),
     # Of each fused op, by engine.
