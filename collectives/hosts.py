@@ -226,13 +226,13 @@ def _blocks_of(
     def block(part: int, step: int) -> HostRows:
         source, target = (mine - step) % H, (mine + step) % H
         coming, leaving = lengths(part, source, mine), lengths(part, mine, target)
-        sizes = _shares(coming, len(ours))
-        comes = dict(zip(hosts[source], _overlaps(sizes, position, coming), strict=True))
-        to = _shares(leaving, len(hosts[target]))
-        leaves = dict(zip(hosts[target], _overlaps(leaving, position, to), strict=True))
+        sizes = _row_shares(coming, len(ours))
+        comes = dict(zip(hosts[source], _rows_in_common(sizes, position, coming), strict=True))
+        to = _row_shares(leaving, len(hosts[target]))
+        leaves = dict(zip(hosts[target], _rows_in_common(leaving, position, to), strict=True))
         return HostRows(
             hosts[source],
-            _places(rows, hosts[source], part, parts),
+            _part_slices(rows, hosts[source], part, parts),
             sizes,
             slice(*bounds(group.rank, part, mine, target)),
             tuple(leaves.get(rank, 0) for rank in range(W)),
@@ -240,11 +240,13 @@ def _blocks_of(
         )
 
     sizes = [rows[rank] for rank in ours]
-    own = HostRows(ours, _places(rows, ours, 0, 1), sizes, slice(0), (), ())
+    own = HostRows(ours, _part_slices(rows, ours, 0, 1), sizes, slice(0), (), ())
     return own, [block(part, step) for part in range(parts) for step in range(1, H)]
 
 
-def _places(rows: Sequence[int], ranks: Sequence[int], part: int, parts: int) -> tuple[slice, ...]:
+def _part_slices(
+    rows: Sequence[int], ranks: Sequence[int], part: int, parts: int
+) -> tuple[slice, ...]:
     starts, joined = offsets(rows), list[slice]()
     for rank in ranks:
         start, stop = (starts[rank] + b for b in _bounds(rows[rank], part, parts))
@@ -259,12 +261,12 @@ def _bounds(length: int, part: int, parts: int) -> tuple[int, int]:
     return length * part // parts, length * (part + 1) // parts
 
 
-def _shares(lengths: list[int], count: int) -> list[int]:
+def _row_shares(lengths: list[int], count: int) -> list[int]:
     """How `count` ranks share rows of which those of another host hold `lengths`."""
     return lengths if len(lengths) == count else chunk_sizes(sum(lengths), count)
 
 
-def _overlaps(cut: list[int], position: int, other: list[int]) -> list[int]:
+def _rows_in_common(cut: list[int], position: int, other: list[int]) -> list[int]:
     """How many rows of the part of `cut` at a position are in each part of another cut."""
     start = offsets(cut)[position]
     stop = start + cut[position]

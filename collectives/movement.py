@@ -102,12 +102,12 @@ def _gather_into(
     for start, stop in _windows(widest, x.dtype):
         nbytes = (stop - start) * x.element_size()
         with exchange(group, nbytes, "all_gather", x.device, call=call) as ex:
-            ex.put(x, *_cut(start, stop - start, x.numel()))
+            ex.put(x, *_window_in(start, stop - start, x.numel()))
             ex.signal_all()
             # This rank's own part is read back like the others', from the cache.
             for peer in (group.rank, *ex.peers()):
                 ex.wait(peer)
-                begin, end = _cut(start, stop - start, numels[peer])
+                begin, end = _window_in(start, stop - start, numels[peer])
                 ex.get(peer, out, starts[peer] + begin, starts[peer] + end)
             ex.result(out)
 
@@ -188,7 +188,7 @@ def _reduce_parts(
 
     def part(of: int, window: tuple[int, int]) -> tuple[int, int]:
         start, stop = window
-        begin, end = _cut(start, stop - start, numels[of])
+        begin, end = _window_in(start, stop - start, numels[of])
         return starts[of] + begin, starts[of] + end
 
     steps = pairwise([None, *windows, None]) if passed_on else ((None, w) for w in windows)
@@ -247,7 +247,7 @@ def _all_reduce_into(
         hosts.gather(out.view(-1), part, group, parts, gather)
         return
     if way == "switch":
-        _by_switch("all_reduce", out, x, group, call, _shares(x, group))
+        _by_switch("all_reduce", out, x, group, call, _shares_by_switch(x, group))
         return
     if way == "triton":
         with _kernels("all_reduce", group, call, x, nbytes) as (kernels, ws, config):
@@ -356,12 +356,12 @@ def _all_to_all_into(
         room = group.world_size * slot_bytes
         with exchange(group, room, "all_to_all", x.device, call=call) as ex:
             for peer in ex.peers():
-                begin, end = _cut(start, window, sends[peer] * row)
+                begin, end = _window_in(start, window, sends[peer] * row)
                 ex.put(x, leave[peer] + begin, leave[peer] + end, peer * slot_bytes)
                 ex.signal(peer)
             for peer in ex.peers():
                 ex.wait(peer)
-                begin, end = _cut(start, window, receives[peer] * row)
+                begin, end = _window_in(start, window, receives[peer] * row)
                 place = group.rank * slot_bytes
                 ex.get(peer, out, arrive[peer] + begin, arrive[peer] + end, place)
             ex.result(out)
@@ -620,7 +620,7 @@ def _by_switch(
         multimem.launch_switched(op, x, out, ws, numels)
 
 
-def _shares(x: torch.Tensor, group: Group) -> list[int]:
+def _shares_by_switch(x: torch.Tensor, group: Group) -> list[int]:
     from weft.collectives.kernels import multimem
 
     return multimem.vector_shares(x.numel(), x.element_size(), group.world_size)
@@ -632,7 +632,7 @@ def _read_directly(numel: int, group: Group, x: torch.Tensor) -> bool:
     return large and not group.on_gpus(x.device) and direct.reaches(group)
 
 
-def _cut(start: int, length: int, numel: int) -> tuple[int, int]:
+def _window_in(start: int, length: int, numel: int) -> tuple[int, int]:
     """The window of `length` elements from `start` on, cut to `numel`."""
     return min(start, numel), min(start + length, numel)
 

@@ -91,11 +91,11 @@ def distribute_tensor(
     elif whole.is_meta:
         local = whole.new_empty(layout.local_shape)
     else:
-        local = move(whole, _source(layout, src_data_rank), layout)
+        local = move(whole, _source_layout(layout, src_data_rank), layout)
     return cast(DTensor, wrap(local, layout).requires_grad_(tensor.requires_grad))
 
 
-def _source(layout: Layout, src_data_rank: int | None) -> Layout:
+def _source_layout(layout: Layout, src_data_rank: int | None) -> Layout:
     if src_data_rank is None:
         return layout.replicated() if not layout.is_replicated else layout.twin
     if not all(0 <= src_data_rank < size for size in layout.place.sizes):

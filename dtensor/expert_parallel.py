@@ -106,7 +106,7 @@ class ExpertParallel(ParallelStyle):
         tokens = _own_tokens(x, mesh, given)
         others = Shard(0) if is_own else Replicate()
         if len(rest) == 1:
-            ids = _own_tokens(_ids_of(rest[0], len(x)), mesh, others)
+            ids = _own_tokens(_experts_of_rows(rest[0], len(x)), mesh, others)
             weights = None
         else:
             ids, weights = (_own_tokens(each, mesh, others) for each in rest)
@@ -154,7 +154,7 @@ def _own_tokens(x: torch.Tensor, mesh: DeviceMesh, given: Placement) -> torch.Te
     return x.redistribute(placements=(Shard(0),)).to_local()
 
 
-def _ids_of(num_tokens_per_expert: torch.Tensor, rows: int) -> torch.Tensor:
+def _experts_of_rows(num_tokens_per_expert: torch.Tensor, rows: int) -> torch.Tensor:
     """The experts (R, 1) of sorted rows; -1 for those that no expert has."""
     if isinstance(num_tokens_per_expert, DTensor):
         num_tokens_per_expert = num_tokens_per_expert.full_tensor()

@@ -47,7 +47,6 @@ from weft.kernels.matmul.gather_engines import (
     GatherGradient,
     gather_problem,
     generic_backward,
-    run_backward,
 )
 
 _ops: Any = torch.ops.weft
@@ -56,6 +55,11 @@ _ops: Any = torch.ops.weft
 def _flat(x: torch.Tensor, dim: int) -> torch.Tensor:
     """x as a matrix whose rows run along `dim` first, as the engines take it."""
     return as_rows(x.movedim(dim, 0))
+
+
+def _scaled(scales: tuple[Any, ...]) -> dict[str, Any]:
+    """Those of fp8 operands as the public functions take them."""
+    return dict(zip(("scale_a", "scale_b", "out_dtype"), scales, strict=False))
 
 
 def _rows_dim(x: torch.Tensor, gather_dim: int) -> int:
@@ -73,24 +77,18 @@ def _all_gather_matmul(
     sizes: list[int] | None = None,
     return_gathered: bool = False,
     keep_gathered: bool = False,
-    scale_a: torch.Tensor | None = None,
-    scale_b: list[torch.Tensor] | None = None,
-    out_dtype: torch.dtype | None = None,
+    *scales: Any,
 ) -> list[torch.Tensor]:
     return_gathered |= keep_gathered
-    sizes = even_sizes(x, group_name, gather_dim, sizes)
-    given = [bias if len(bias) else None for bias in biases] or None
     result = gather.all_gather_matmul(
         x,
         weights,
         group_name,
-        bias=given,
+        bias=[bias if len(bias) else None for bias in biases] or None,
         gather_dim=gather_dim,
-        sizes=sizes,
+        sizes=even_sizes(x, group_name, gather_dim, sizes),
         return_gathered=return_gathered,
-        scale_a=scale_a,
-        scale_b=scale_b,
-        out_dtype=out_dtype,
+        **_scaled(scales),
     )
     results = [*result[1], result[0]] if return_gathered else result
     *ys, last = (planes_of(y, _rows_dim(x, gather_dim)) for y in results)
@@ -180,7 +178,7 @@ def _all_gather_matmul_backward(
             needs_x,
             needs_w,
         )
-        dx, dws = run_backward(engine, given)
+        dx, dws = gather.OP.backward[engine](given)
         dx = None if dx is None else dx.view(front.shape).movedim(0, gather_dim)
     return needed([dx, *dws], [x, *weights], needs)
 
@@ -193,21 +191,11 @@ def _matmul_reduce_scatter(
     scatter_dim: int = 0,
     reduce_op: Any = "sum",
     wire_dtype: torch.dtype | None = None,
-    scale_a: torch.Tensor | None = None,
-    scale_b: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    *scales: Any,
 ) -> torch.Tensor:
+    given = {"reduce_op": reduce_op, "wire_dtype": wire_dtype, **_scaled(scales)}
     y = reduce_scatter.matmul_reduce_scatter(
-        x,
-        w,
-        group_name,
-        bias=bias,
-        scatter_dim=scatter_dim,
-        reduce_op=reduce_op,
-        scale_a=scale_a,
-        scale_b=scale_b,
-        out_dtype=out_dtype,
-        wire_dtype=wire_dtype,
+        x, w, group_name, bias=bias, scatter_dim=scatter_dim, **given
     )
     return planes_of(y, scatter_dim)
 
@@ -275,7 +263,7 @@ def _matmul_reduce_scatter_backward(
             average,
             needs,
         )
-        dx, dw, db = reduce_scatter.run_backward(engine, given)
+        dx, dw, db = reduce_scatter.OP.backward[engine](given)
         dx = None if dx is None else dx.view(front.shape).movedim(0, scatter_dim)
     return needed([dx, dw, db], [x, w, w[0]], needs)
 
@@ -287,21 +275,10 @@ def _matmul_all_reduce(
     group_name: str,
     reduce_op: Any = "sum",
     wire_dtype: torch.dtype | None = None,
-    scale_a: torch.Tensor | None = None,
-    scale_b: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    *scales: Any,
 ) -> torch.Tensor:
-    return all_reduce.matmul_all_reduce(
-        x,
-        w,
-        group_name,
-        bias=bias,
-        reduce_op=reduce_op,
-        scale_a=scale_a,
-        scale_b=scale_b,
-        out_dtype=out_dtype,
-        wire_dtype=wire_dtype,
-    )
+    given = {"reduce_op": reduce_op, "wire_dtype": wire_dtype, **_scaled(scales)}
+    return all_reduce.matmul_all_reduce(x, w, group_name, bias=bias, **given)
 
 
 def _matmul_all_reduce_fake(

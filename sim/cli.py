@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     end = given.index("--") if "--" in given else len(given)
     args = parser.parse_args(given[:end])
-    schedules = _checked(parser, args)
+    schedules = _schedules_asked_for(parser, args)
     try:
         function = _function(args.script, given[end + 1 :])
     except (SyntaxError, ValueError) as error:
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{time.perf_counter() - start:.1f} s"
     )
     if results.timeline is not None:
-        _tell(results.timeline, args.trace, args.plot)
+        _show_timeline(results.timeline, args.trace, args.plot)
     if args.hosts and args.hardware:
         levels.tell_times(calls.values(), PRESETS[args.hardware], len(args.hosts), args.hosts[0])
     if args.compile:
@@ -115,7 +115,7 @@ def _hosts(text: str) -> list[int]:
     return [int(ranks)] * int(hosts)
 
 
-def _checked(
+def _schedules_asked_for(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> int | Literal["exhaustive"]:
     """How many schedules to run; exits with an error for options that do not fit together."""
@@ -265,7 +265,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _tell(timeline: Timeline, trace: Path | None, plot: Path | None) -> None:
+def _show_timeline(timeline: Timeline, trace: Path | None, plot: Path | None) -> None:
     from rich.console import Console
 
     Console().print(timeline.table())

@@ -35,6 +35,7 @@ from weft.kernels.expert_kernels import (
     few_tokens,
     hand_over,
     pulled_rows,
+    push_and_weigh_kernel,
     weigh_kernel,
 )
 from weft.kernels.flash import decode_kernel, ring_dkv, ring_keys
@@ -45,7 +46,7 @@ from weft.kernels.norm import flagged_norm_kernel, rms_norm_kernel, switched_row
 # The package has a function of the same name.
 exchange = importlib.import_module("weft.collectives.memory.exchange")
 
-PUT = "ex.put(x, *_cut(start, stop - start, x.numel()))"
+PUT = "ex.put(x, *_window_in(start, stop - start, x.numel()))"
 SLOT = "*part(peer, window), peer * slot_bytes)"
 POST = "self._waiter.post(peer, self.generation)"
 MOVED = ("movement of bytes",)
@@ -633,8 +634,8 @@ IN_EXPERTS = [
     ),
     fault(
         "results of few tokens are weighed before all have come",
-        few_tokens,
-        "came = wait_for_all_ranks(link, rank, generation, V.world_size, PUSHERS)",
+        push_and_weigh_kernel,
+        "came = wait_for_all_ranks(link, rank, generation, W, PUSHERS)",
         "came = True",
         FEW[2:],
     ),

@@ -52,6 +52,7 @@ from weft.kernels.expert_kernels import (
     few_tokens,
     hand_over,
     pulled_rows,
+    push_and_weigh_kernel,
     weigh_kernel,
 )
 from weft.kernels.flash import (
@@ -98,6 +99,7 @@ PARTS = (
     combine_kernel,
     weigh_kernel,
     few_tokens,
+    push_and_weigh_kernel,
     team_rows,
     switched_rows,
     rms_norm_kernel,

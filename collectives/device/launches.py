@@ -266,7 +266,7 @@ class Repeated:
             if begin is not None and places.setdefault(begin, i) != i:
                 raise _NotKeptError
         launches = [
-            (_launch(compiled, programs), _fill((*arguments,), places))
+            (_launch(compiled, programs), _fill_of((*arguments,), places))
             for compiled, programs, arguments in recorder.launches
         ]
         shapes, views = [], []
@@ -302,13 +302,13 @@ def _launch(compiled: Any, programs: int) -> _Launch:
     return launch
 
 
-def _fill(arguments: tuple[Any, ...], places: dict[int, int | None]) -> _Fill:
+def _fill_of(arguments: tuple[Any, ...], places: dict[int, int | None]) -> _Fill:
     """How arguments follow from the tensors of a call. No tensor of this one stays alive.
 
     An expression is a fifth as long as loops over parts that vary: these are tuples in tuples.
     """
     constants: dict[str, Any] = {}
-    source, _ = _source(arguments, places, constants)
+    source, _ = _expression(arguments, places, constants)
     fill: _Fill = eval(f"lambda tensors: {source}", constants)
     return fill
 
@@ -320,7 +320,7 @@ def _described(kind: Any, bare: dict[str, Any], base: Any) -> Any:
     return made
 
 
-def _source(
+def _expression(
     value: Any, places: dict[int, int | None], constants: dict[str, Any]
 ) -> tuple[str, bool]:
     """An expression of `tensors` and of `constants`, where it adds some, that is an argument; and
@@ -334,13 +334,13 @@ def _source(
         if number is not None:
             return f"tensors[{number}]", True
     elif isinstance(value, TensorDescriptor):
-        base, varies = _source(value.base, places, constants)
+        base, varies = _expression(value.base, places, constants)
         if varies:
             bare = {key: each for key, each in vars(value).items() if key != "base"}
             constants[name := f"c{len(constants)}"] = partial(_described, type(value), bare)
             return f"{name}({base})", True
     elif isinstance(value, tuple):
-        parts = [_source(part, places, constants) for part in value]
+        parts = [_expression(part, places, constants) for part in value]
         if any(varies for _, varies in parts):
             return f"({''.join(f'{part}, ' for part, _ in parts)})", True
     constants[name := f"c{len(constants)}"] = value

@@ -68,7 +68,7 @@ def store_words(target, mask, a, b, c, d):
 
 
 @triton.jit
-def _places(link, rank, at, LANES: tl.constexpr, dtype: tl.constexpr):
+def _vector_ptrs(link, rank, at, LANES: tl.constexpr, dtype: tl.constexpr):
     """Pointers (n, LANES) to the elements of vectors, `at` bytes into the data of `rank`."""
     begins = (tl.load(link.buffer_ptrs + rank) + at).to(tl.pointer_type(dtype))
     return begins[:, None] + tl.arange(0, LANES)[None, :]
@@ -86,7 +86,7 @@ def load_sums(link, multicast_ptr, at, mask, dtype: tl.constexpr, WORLD_SIZE: tl
     if _INTERPRETED:
         total = tl.zeros((at.shape[0], LANES), tl.float32)
         for rank in tl.static_range(WORLD_SIZE):
-            places = _places(link, rank, at, LANES, dtype)
+            places = _vector_ptrs(link, rank, at, LANES, dtype)
             total += tl.load(places, mask=mask[:, None], other=0.0).to(tl.float32)
         sums = rounded(total, dtype).to(tl.float32)
     else:
@@ -108,7 +108,7 @@ def store_everywhere(link, multicast_ptr, at, values, mask, WORLD_SIZE: tl.const
     LANES: tl.constexpr = 128 // dtype.primitive_bitwidth
     if _INTERPRETED:
         for rank in tl.static_range(WORLD_SIZE):
-            tl.store(_places(link, rank, at, LANES, dtype), values, mask=mask[:, None])
+            tl.store(_vector_ptrs(link, rank, at, LANES, dtype), values, mask=mask[:, None])
     else:
         if dtype == tl.float32:
             words = values.to(tl.uint32, bitcast=True)

@@ -59,7 +59,7 @@ def refusal(dtype: torch.dtype, op: str | None, divisor: int, largest: int) -> s
 
 
 @triton.jit(do_not_specialize=["numel", "rank"])
-def _publish_kernel(
+def _show_kernel(
     x_ptr,
     link,
     numel,
@@ -80,7 +80,7 @@ def _publish_kernel(
 
 
 @triton.jit
-def _held(x_ptr, link, holder, rank, generation, offs, mask):
+def _elements_of(x_ptr, link, holder, rank, generation, offs, mask):
     """Elements `offs` of the x of `holder`."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     shown = signals.half_ptr(link.buffer_ptrs, holder, generation, link.half_bytes, dtype)
@@ -88,7 +88,7 @@ def _held(x_ptr, link, holder, rank, generation, offs, mask):
 
 
 @triton.jit
-def _take(
+def _take_box(
     out_ptr,
     x_ptr,
     rows_ptr,
@@ -122,14 +122,14 @@ def _take(
             target += index * tl.load(dim + 1)
             source += index * tl.load(dim + 2)
         holder = tl.load(holders_ptr + first)
-        total = _held(x_ptr, link, holder, rank, generation, source, mask)
+        total = _elements_of(x_ptr, link, holder, rank, generation, source, mask)
         if OP != "copy":
             half: tl.constexpr = dtype == tl.float16 or dtype == tl.bfloat16
             wide: tl.constexpr = tl.float32 if half else dtype
             total = total.to(wide)
             for i in range(1, count):
                 holder = tl.load(holders_ptr + first + i)
-                term = _held(x_ptr, link, holder, rank, generation, source, mask)
+                term = _elements_of(x_ptr, link, holder, rank, generation, source, mask)
                 total = combined(total, term.to(wide), OP)
             if DIVISOR != 1:
                 total = divided(total, DIVISOR)
@@ -170,7 +170,7 @@ def _pull_kernel(
                 link.signal_ptrs, rank, WORLD_SIZE, 0, 0, generation, link.timeout_ns
             )
         if (box < boxes) & arrived:
-            _take(
+            _take_box(
                 out_ptr, x_ptr, rows_ptr, holders_ptr, box, link, generation, rank, DIMS, BLOCK, OP,
                 DIVISOR,
             )  # fmt: skip
@@ -205,7 +205,7 @@ def launch_pull(
         check_room(ws, x.numel() * x.element_size(), "the bytes of the largest x")
     shown = given.numel() if publish else 0
     link = link_of(ws)
-    launching(_publish_kernel, max(1, min(most, -(-shown // block))))(
+    launching(_show_kernel, max(1, min(most, -(-shown // block))))(
         given,
         link,
         shown,

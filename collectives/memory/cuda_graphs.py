@@ -107,7 +107,7 @@ class CudaGraph:
         return self.results
 
     def _check(self, args: Sequence[Any]) -> None:
-        wanted, got = (tuple(map(_layout, some)) for some in (self.inputs, args))
+        wanted, got = (tuple(map(_argument_text, some)) for some in (self.inputs, args))
         if got != wanted:
             raise ValueError(
                 f"{self._name} takes arguments like those of its sample, ({', '.join(wanted)}), "
@@ -119,7 +119,7 @@ class CudaGraph:
             )
 
 
-def _layout(x: Any) -> str:
+def _argument_text(x: Any) -> str:
     """All of an argument that a graph depends on; of what is no tensor, itself."""
     return f"{x.dtype} {[*x.shape]} on {x.device}" if isinstance(x, torch.Tensor) else repr(x)
 

@@ -36,7 +36,7 @@ class _Range(ctypes.Structure):
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _read(pid: int, address: int, into: int, nbytes: int) -> int:
+def _read_process(pid: int, address: int, into: int, nbytes: int) -> int:
     """Copy `nbytes` from `address` in process `pid`. Returns 0, or the error number."""
     if not hasattr(_libc, "process_vm_readv"):
         return errno.ENOSYS
@@ -71,7 +71,7 @@ def reaches(group: Group) -> bool:
         told = group.gather_objects((nonce.data_ptr(), nonce.item()), "direct reads")
         seen = torch.zeros_like(nonce)
         works = settings.direct_reads() and all(
-            _read(process.pid, address, seen.data_ptr(), 8) == 0 and seen.item() == value
+            _read_process(process.pid, address, seen.data_ptr(), 8) == 0 and seen.item() == value
             for process, (address, value) in zip(group.processes, told, strict=True)
         )
         known = _reaches[group] = all(group.gather_objects(works, "direct reads"))
@@ -106,7 +106,7 @@ class Readable:
             self._group.virtual.read(address, out)
             return
         pid = self._group.processes[peer].pid
-        failure = _read(pid, address, out.data_ptr(), out.numel() * size)
+        failure = _read_process(pid, address, out.data_ptr(), out.numel() * size)
         if failure == errno.ESRCH:
             ws = workspace(self._group, channel="agree", device="cpu")
             ws.waiter.give_up(peer, ws.own[pad.GENERATION], self._op, 0.0)

@@ -201,7 +201,7 @@ def _rebuilt(
         begin = results.untyped_storage().data_ptr()
         for number, x in enumerate(tensors):
             if x.untyped_storage().data_ptr() == begin and x.dtype == results.dtype:
-                layout, whole = _layout(results), _layout(x)
+                layout, whole = _strides_key(results), _strides_key(x)
                 return _View(number, None if layout == whole else layout).taken
         return None
     if type(results) not in (tuple, list):
@@ -214,7 +214,7 @@ def _rebuilt(
     return lambda tensors: tuple([part(tensors) for part in parts])  # type: ignore[misc]
 
 
-def _layout(x: torch.Tensor) -> tuple[Any, Any, int]:
+def _strides_key(x: torch.Tensor) -> tuple[Any, Any, int]:
     return tuple(x.shape), x.stride(), int(x.storage_offset())
 
 

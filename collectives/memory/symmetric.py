@@ -244,13 +244,13 @@ class SymmetricBuffer:
             stream_signals.barrier_in_stream(self, channel, timeout)
             return
         generation = self._barriers[channel] = self._barriers.get(channel, 0) + 1
-        waiter, calls = self.waiter(timeout), self.group.calls
-        noted = calls.begin(flight.call_of("barrier of a symmetric buffer", (), f"{channel=}"))
-        for peer in range(self.world_size):
-            waiter.post(peer, generation, word=channel)
-        for peer in range(self.world_size):
-            waiter.wait(peer, generation, "barrier", word=channel)
-        calls.end(noted)
+        waiter = self.waiter(timeout)
+        call = flight.call_of("barrier of a symmetric buffer", (), f"{channel=}")
+        with self.group.calls.noting(call):
+            for peer in range(self.world_size):
+                waiter.post(peer, generation, word=channel)
+            for peer in range(self.world_size):
+                waiter.wait(peer, generation, "barrier", word=channel)
 
     def close(self) -> None:
         """Give the memory back. Local: the other ranks keep theirs until they close it too."""

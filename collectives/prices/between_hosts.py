@@ -47,7 +47,10 @@ def lines(op: str, group: Group, device: torch.device) -> tuple[Line, Line]:
     if (found := _lines.get(key)) is None:
         rates = cost.machine(group, device)
         on_gpus = group.on_gpus(device)
-        found = _lines[key] = _in_two_levels(op, group, rates), _flat(op, group, rates, on_gpus)
+        found = _lines[key] = (
+            _in_two_levels(op, group, rates),
+            _in_one_level(op, group, rates, on_gpus),
+        )
     return found
 
 
@@ -67,7 +70,7 @@ def slowest(rates: cost.Machine) -> float:
     return min((rate for row in rates.between for rate in row if rate > 0), default=1e-9)
 
 
-def _flat(op: str, group: Group, rates: cost.Machine, on_gpus: bool) -> Line:
+def _in_one_level(op: str, group: Group, rates: cost.Machine, on_gpus: bool) -> Line:
     W = group.world_size
     passes = 2 if op == "all_reduce" or (op == "reduce_scatter" and not on_gpus) else 1
     return Line(passes * rates.wire_us, passes * (W - 1) / W / max(rates.wire, 1e-9))

@@ -57,7 +57,7 @@ _MASK = (1 << 62) - 1
 BYTES = (CALLS + 1) * ENTRY
 
 
-def _place(number: int) -> int:
+def _entry_at(number: int) -> int:
     """In bytes."""
     return (number % CALLS + 1) * ENTRY
 
@@ -86,13 +86,13 @@ def call_of(op: str, told: tuple[Hashable, ...], where: str = "", nbytes: int = 
     Example:
         all_gather, float32, [4], dim 1 (exchange, 64 bytes)
     """
-    words = op + "".join(f", {_words(value)}" for value in told)
+    words = op + "".join(f", {_in_words(value)}" for value in told)
     if where:
         words += f" ({where})" if nbytes < 0 else f" ({where}, {nbytes} bytes)"
     return Call(_hash(words), words.encode(), where)
 
 
-def _words(value: Hashable) -> str:
+def _in_words(value: Hashable) -> str:
     name = ""
     if isinstance(value, tuple) and len(value) == 2 and str(value[0])[0].isalpha():
         name, value = f"{value[0]} ", value[1]
@@ -128,7 +128,7 @@ class FlightRecorder:
     def note(self, group: int, position: int, call: Call) -> int:
         """Write an entry; its number in the ring, for `end`."""
         self._number = number = self._number + 1
-        at, began = _place(number), time.monotonic_ns()
+        at, began = _entry_at(number), time.monotonic_ns()
         _ENTRY.pack_into(
             self.ring, at, number, group, position, call.hash, began, 0, 0, 0, 0, call.text
         )
@@ -157,7 +157,7 @@ class FlightRecorder:
         """The words of the call with this number; empty if it has ended or is not held any more."""
         if not self._number - CALLS < number <= self._number or number < 1:
             return ""
-        entry = _ENTRY.unpack_from(self.ring, _place(number))
+        entry = _ENTRY.unpack_from(self.ring, _entry_at(number))
         return "" if entry[_ENDED] else _readable(entry[-1])
 
 
@@ -172,12 +172,12 @@ def recorder() -> FlightRecorder:
     return _own
 
 
-def _after_fork() -> None:
+def _drop_ring_of_parent() -> None:
     global _own
     _own = None  # the memory is the parent's
 
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_drop_ring_of_parent)
 
 
 class Noted(NamedTuple):
@@ -228,9 +228,9 @@ class Reader:
         """What the ring holds of a group (of all), the last one first."""
         last, *_ = _ENTRY.unpack_from(self._ring, 0)
         for number in range(last, max(last - CALLS, 0), -1):
-            entry = _ENTRY.unpack_from(self._ring, _place(number))
+            entry = _ENTRY.unpack_from(self._ring, _entry_at(number))
             # NUMBER is written first: if it is still the one expected, all has been read.
-            intact = _ENTRY.unpack_from(self._ring, _place(number))[0] == number
+            intact = _ENTRY.unpack_from(self._ring, _entry_at(number))[0] == number
             if intact and group in (None, entry[1]):
                 yield Noted._make((*entry[:-1], _readable(entry[-1])))
 

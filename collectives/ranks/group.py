@@ -313,7 +313,7 @@ def _forget_destroyed() -> None:
     gone = {group for group in _groups.values() if _is_destroyed(group.pg)}
     for kept in kept_by_group:
         for key, value in list(kept.items()):
-            if value in gone if kept is _groups else not gone.isdisjoint(_parts(key)):
+            if value in gone if kept is _groups else not gone.isdisjoint(_key_parts(key)):
                 del kept[key]
 
 
@@ -341,7 +341,7 @@ def _refuse_inherited(pg: dist.ProcessGroup) -> None:
         )
 
 
-def _parts(key: Any) -> tuple[Any, ...]:
+def _key_parts(key: Any) -> tuple[Any, ...]:
     return key if isinstance(key, tuple) else (key,)
 
 

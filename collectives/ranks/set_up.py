@@ -70,19 +70,19 @@ def gather_words(group: Group, what: str, words: Sequence[int]) -> list[list[int
     """Every rank's integers of 64 bits, as many on each, by one collective of its process group."""
     if group.virtual is not None:
         return group.virtual.gather(group.rank, list(words))
-    device = "cpu" if _on_cpu(group) else torch.device("cuda", torch.cuda.current_device())
+    device = "cpu" if _ranks_on_cpu(group) else torch.device("cuda", torch.cuda.current_device())
     mine = torch.tensor(words, dtype=torch.int64, device=device)
     return [part.tolist() for part in _gathered(group, what, mine)]
 
 
-def _on_cpu(group: Group) -> bool:
+def _ranks_on_cpu(group: Group) -> bool:
     return torch.device("cpu") in group.pg._device_types
 
 
 def _gathered(group: Group, what: str, mine: torch.Tensor) -> list[torch.Tensor]:
     parts = [torch.empty_like(mine) for _ in range(group.world_size)]
     work = dist.all_gather(parts, mine, group=group.pg, async_op=True)
-    if _on_cpu(group):
+    if _ranks_on_cpu(group):
         finish(group, what, work)
     else:
         work.wait()

@@ -81,7 +81,7 @@ def read_metadata(folder: Path) -> Metadata:
             raise CheckpointError(f"{file} is damaged: its check sum differs")
     try:
         metadata = _Unpickler(io.BytesIO(data)).load()
-        _check(metadata, folder)
+        _check_metadata(metadata, folder)
     except CheckpointError:
         raise
     except Exception as error:  # bytes that pickle has not written may raise any
@@ -96,7 +96,7 @@ def pickled(metadata: Metadata) -> bytes:
     return data + _TRAILER.pack(_MARK, zlib.crc32(data))
 
 
-def _check(metadata: Any, folder: Path) -> None:
+def _check_metadata(metadata: Any, folder: Path) -> None:
     """Raise if fields are missing or hold what they cannot."""
     _want(isinstance(metadata, Metadata), "it holds no Metadata")
     nesting = metadata.planner_data or {}

@@ -239,10 +239,10 @@ def _probe(
         told = told or (any(varies) and all(map(max, varies, shaped)))
     if believed is None or not told or not _shapes_fit(call, dims, believed):
         return None, False
-    return tuple(_first(kinds) for kinds in believed), refused
+    return tuple(_first_kind(kinds) for kinds in believed), refused
 
 
-def _first(kinds: set[int | str]) -> int | str:
+def _first_kind(kinds: set[int | str]) -> int | str:
     shards = sorted(kind for kind in kinds if isinstance(kind, int))
     return shards[0] if shards else ("same" if "same" in kinds else "sum")
 

@@ -39,7 +39,8 @@ from weft.dtensor.tensor import DTensor, before_write, local_as, wrap
 from weft.dtensor.tracing.grad_recording import no_function
 from weft.dtensor.tracing.graph_breaks import unless_traced
 
-# The first entry of a key is the id of an op, or a torch function that `learn` knows; see `_read`.
+# The first entry of a key is the id of an op, or a torch function that `learn` knows; see
+# `_read_arguments`.
 _plans = KeptDict[tuple[Any, ...], CallPlan](8192, f"{__name__}._plans")
 forget_meshes.append(_plans.clear)
 
@@ -132,7 +133,7 @@ def mixed(func: Op | str, plain: torch.Tensor) -> RuntimeError:
     return RuntimeError(message)
 
 
-def _read(
+def _read_arguments(
     func: Op, args: Sequence[Any], kwargs: dict[str, Any] | None, known: bool
 ) -> tuple[tuple[Any, ...], list[Any], dict[str, Any], bool]:
     """(key of the plan, local arguments, local keywords, whether any is not computed yet)."""
@@ -188,7 +189,7 @@ def dispatch(
         known: `func` is a torch function: NotImplemented unless `learn` has seen such a call.
     """
     check_all()
-    key, local_args, local_kwargs, deferred = _read(func, args, kwargs, known)
+    key, local_args, local_kwargs, deferred = _read_arguments(func, args, kwargs, known)
     try:
         plan = _plans.get(key)
     except TypeError:  # symbolic sizes of a graph cannot be hashed
@@ -279,7 +280,7 @@ def learn(function: Op, args: Sequence[Any], kwargs: dict[str, Any], result: Any
         or not _passed_on(result, args[0] if op_result is None else op_result)
     ):
         return False
-    plan = _plans.get(_read(op, op_args, op_kwargs, False)[0])
+    plan = _plans.get(_read_arguments(op, op_args, op_kwargs, False)[0])
     if plan is None or plan.is_view:
         return False
     local, is_op = plan.local, plan.local is quickest(op)
@@ -293,7 +294,7 @@ def learn(function: Op, args: Sequence[Any], kwargs: dict[str, Any], result: Any
 
         known = copy.copy(plan)
         known.local = function if is_op else with_the_rest
-        _plans[_read(function, args, kwargs, True)[0]] = known
+        _plans[_read_arguments(function, args, kwargs, True)[0]] = known
     return True
 
 

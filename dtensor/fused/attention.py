@@ -75,7 +75,7 @@ def attention(
         # A rank without heads or rows still takes part in the backward, whose gradients are summed.
         used = [t.sum() for t in (q_local, k_local, v_local, mask_local) if t is not None]
         y = q_local.new_zeros(*q_local.shape[:-1], v.shape[-1]) + 0 * sum(used)
-    return _result(y, rows, q, v)
+    return _as_result(y, rows, q, v)
 
 
 def _grad_placements(rows: Placements, shared: Placements) -> Placements:
@@ -92,7 +92,7 @@ def _layout_of_result(rows: Placements, q: Layout, v: Layout) -> Layout:
     return contiguous_layout(q.mesh, rows, shape, q.dtype)
 
 
-def _result(y: torch.Tensor, rows: Placements, q: Layout, v: Layout) -> DTensor:
+def _as_result(y: torch.Tensor, rows: Placements, q: Layout, v: Layout) -> DTensor:
     shape = (*q.shape[:-1], v.shape[-1])
     return as_global(y, layout_of(q.mesh, rows, shape, stride_like(y, shape), y.dtype))
 
@@ -125,7 +125,7 @@ def _attention_around(
         sizes=chunk_sizes(q.shape[2], world_size),
         key_sizes=chunk_sizes(k.shape[2], world_size),
     )
-    return _result(y, rows, q, v)
+    return _as_result(y, rows, q, v)
 
 
 def _attention_step_by_step(

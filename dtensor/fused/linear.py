@@ -276,11 +276,11 @@ def _gathered_product(plan: CallPlan, product: Product, operands: _Operands, kee
         return y
 
     if product.op is stack_product:
-        return as_global(_each(lambda x, w: gather(x, w, 0), x, w, target), target)
+        return as_global(_for_each_pair(lambda x, w: gather(x, w, 0), x, w, target), target)
     return as_global(gather(x, w.t() if product.by_rows else w, dim), target)
 
 
-def _each(
+def _for_each_pair(
     run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     x: torch.Tensor,
     w: torch.Tensor,
@@ -325,7 +325,7 @@ def _reduced_product(
         return cast(torch.Tensor, y)
 
     if product.op is stack_product:
-        return as_global(_each(reduce, x, w, target), target)
+        return as_global(_for_each_pair(reduce, x, w, target), target)
     y = reduce(x, w.t() if product.by_rows else w)
     if operands[2] is not None and shard_dim(wanted) == last:
         y = y + _own_features(operands[2], target, mesh_dim)

@@ -44,10 +44,10 @@ class Extent(NamedTuple):
 
     def at(self, coordinate: Shape) -> Extent:
         """That of one rank."""
-        return Extent(*(np.broadcast_to(_one(each, coordinate), (1,)) for each in self))
+        return Extent(*(np.broadcast_to(_element_at(each, coordinate), (1,)) for each in self))
 
 
-def _one(array: Integers, coordinate: Shape) -> Integers:
+def _element_at(array: Integers, coordinate: Shape) -> Integers:
     at = tuple(i if n > 1 else 0 for i, n in zip(coordinate, array.shape, strict=True))
     found: Integers = array[at]
     return found

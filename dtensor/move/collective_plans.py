@@ -211,7 +211,7 @@ def _options_of(choices: list[Placement], goal: Placement, size: int) -> list[_O
 
 
 @lru_cache(maxsize=256)
-def _held(length: int, sizes: Shape, cuts: Cuts) -> list[Runs]:
+def _held_by_each(length: int, sizes: Shape, cuts: Cuts) -> list[Runs]:
     """What each rank of a mesh of `sizes` holds of a tensor dim."""
     ranks = itertools.product(*map(range, sizes))
     return [runs_of(length, tuple([(n, sizes[dim], at[dim]) for n, dim in cuts])) for at in ranks]
@@ -223,7 +223,7 @@ def _in_both(length: int, sizes: Shape, here: Cuts, there: Cuts) -> Integers:
     one, other = (extent_of(length, sizes, cuts) for cuts in (here, there))
     if one is not None and other is not None:
         return one.shared(other)
-    listed = map(overlap, _held(length, sizes, here), _held(length, sizes, there))
+    listed = map(overlap, _held_by_each(length, sizes, here), _held_by_each(length, sizes, there))
     return np.array(list(listed), np.int64).reshape(sizes)
 
 

@@ -83,13 +83,20 @@ def move_by_hosts(
     step: HostStep, local: torch.Tensor, channel: str = ""
 ) -> Generator[None, None, torch.Tensor]:
     """Yields once the shares are on their way; returns this rank's part. Collective."""
+    calls = step.group.calls
+    with calls.noting(call_of("redistribute", step.told, "hosts")):
+        calls.runs(GENERIC)
+        return (yield from _moved_by_hosts(step, local, channel))
+
+
+def _moved_by_hosts(
+    step: HostStep, local: torch.Tensor, channel: str
+) -> Generator[None, None, torch.Tensor]:
     plan, group = step.plan, step.group
     me, ours = group.rank, here(group)
-    noted = group.calls.begin(call_of("redistribute", step.told, "hosts"))
-    group.calls.runs(GENERIC)
     given = [share for share in plan.shares if share.giver == me]
     if step.reduce_op:
-        values = _added_up(step, local, given)
+        values = _sums_to_give(step, local, given)
         offset = 0
     else:
         values = {share.number: local[share.source] for share in given}
@@ -130,9 +137,7 @@ def move_by_hosts(
             told.wait(settings.timeout_s())
         elif work is not None:
             ex.signal_all()
-        out = _assembled(step, local, ex, offset, ours)
-    group.calls.end(noted)
-    return out
+        return _assembled(step, local, ex, offset, ours)
 
 
 def _arrived(done: Any, ex: Exchange, told: threading.Event) -> None:
@@ -143,7 +148,9 @@ def _arrived(done: Any, ex: Exchange, told: threading.Event) -> None:
         told.set()
 
 
-def _added_up(step: HostStep, local: torch.Tensor, given: list[Share]) -> dict[int, torch.Tensor]:
+def _sums_to_give(
+    step: HostStep, local: torch.Tensor, given: list[Share]
+) -> dict[int, torch.Tensor]:
     """The shares that this rank gives, of the sums of all hosts."""
     plan, group, me = step.plan, step.group, step.group.rank
     wide, ours = summed_in(step, local.dtype), here(group)

@@ -423,23 +423,22 @@ def _all_to_all(
     packed = [block for rank in group.ranks for block in sends[rank]]
     outgoing = torch.cat(packed) if packed else local.new_empty(0)
     incoming = local.new_empty(sum(receives.values()))
-    noted = group.calls.begin(call_of("redistribute", step.told, "generic"))
-    group.calls.runs(GENERIC)
-    work = dist.all_to_all_single(
-        sendable(incoming),
-        sendable(outgoing),
-        [receives[rank] for rank in group.ranks],
-        [sum(block.numel() for block in sends[rank]) for rank in group.ranks],
-        group=group.pg,
-        async_op=True,
-    )
-    local = local.clone() if later else local
-    yield
-    if group.virtual or local.is_cuda:
-        work.wait()  # on a GPU it is the stream that waits
-    else:
-        finish(group, "redistribute", work)
-    group.calls.end(noted)
+    with group.calls.noting(call_of("redistribute", step.told, "generic")):
+        group.calls.runs(GENERIC)
+        work = dist.all_to_all_single(
+            sendable(incoming),
+            sendable(outgoing),
+            [receives[rank] for rank in group.ranks],
+            [sum(block.numel() for block in sends[rank]) for rank in group.ranks],
+            group=group.pg,
+            async_op=True,
+        )
+        local = local.clone() if later else local
+        yield
+        if group.virtual or local.is_cuda:
+            work.wait()  # on a GPU it is the stream that waits
+        else:
+            finish(group, "redistribute", work)
     starts = dict(
         zip(group.ranks, itertools.accumulate([0, *list(receives.values())[:-1]]), strict=True)
     )

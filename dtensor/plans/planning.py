@@ -144,8 +144,8 @@ def plan(
     splits = [*_splits(model, mesh, sample, prices, gather_output)]
     if not splits:
         raise ValueError(
-            f"no rank gets a whole part of the batch: dim 0 of {_shapes(sample)} is cut evenly "
-            f"along mesh dims {tuple(mesh.shape)}, or not at all"
+            f"no rank gets a whole part of the batch: dim 0 of {_shapes_text(sample)} is cut "
+            f"evenly along mesh dims {tuple(mesh.shape)}, or not at all"
         )
     every = [found for split in splits for found in split.ways()]
     fitting = [found for found in every if limit is None or found.memory_bytes <= limit]
@@ -267,7 +267,7 @@ def _splits(
         if any(t.shape[0] % parts for t in _tensors(sample) if t.ndim):
             continue
         if parts not in graphs:
-            own = pytree.tree_map_only(torch.Tensor, partial(_share, parts), sample)
+            own = pytree.tree_map_only(torch.Tensor, partial(_first_share, parts), sample)
             graphs[parts] = recorded(model, own)
         for sharded in (False, True) if parts > 1 else (False,):
             data = DataParallel(parts, ranks, sharded)
@@ -281,12 +281,12 @@ def _tensors(sample: Any) -> list[torch.Tensor]:
     return [t for t in pytree.tree_leaves(sample) if isinstance(t, torch.Tensor)]
 
 
-def _share(parts: int, tensor: torch.Tensor) -> torch.Tensor:
+def _first_share(parts: int, tensor: torch.Tensor) -> torch.Tensor:
     meta = tensor.detach().to("meta")
     return meta[: len(meta) // parts].clone() if meta.ndim else meta
 
 
-def _shapes(sample: Any) -> str:
+def _shapes_text(sample: Any) -> str:
     return ", ".join(str(tuple(t.shape)) for t in _tensors(sample))
 
 

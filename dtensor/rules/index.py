@@ -17,7 +17,7 @@ from weft.dtensor.rules.nn import check_range, own_run, rows_in
 from weft.dtensor.rules.view import mapped
 
 
-def _together(call: OpCall, touched: Collection[int]) -> list[Strategy]:
+def _sharded_alike(call: OpCall, touched: Collection[int]) -> list[Strategy]:
     """All tensors have the same dims, and may be sharded alike in those that are not touched."""
     shards = [p for p in call.placements if is_shard(p) and shard_dim(p) not in touched]
     return [call.whole, *map(call.with_all, shards)]
@@ -34,7 +34,9 @@ def cat(call: OpCall) -> Choices:
     ndim = max(layout.ndim for layout in call.inputs)
     if any(layout.ndim != ndim for layout in call.inputs):  # torch takes empty ones of one dim
         return Choices([call.whole])
-    return Choices(_together(call, [from_front(call.bound["dim"], ndim)]) + _terms_joined(call))
+    return Choices(
+        _sharded_alike(call, [from_front(call.bound["dim"], ndim)]) + _terms_joined(call)
+    )
 
 
 @rule("stack")
@@ -55,7 +57,7 @@ def along_dim(call: OpCall) -> Choices:
     name = "dims" if "dims" in bound else "dim"
     dims = bound.get(name, -1)
     dims = range(ndim) if dims in (None, []) else ([dims] if isinstance(dims, int) else dims)
-    strategies = _together(call, {from_front(d, ndim) for d in dims})
+    strategies = _sharded_alike(call, {from_front(d, ndim) for d in dims})
     if call.name in ("flip", "roll", "rot90"):  # they only put values elsewhere
         strategies += [call.with_all(p) for p in call.placements if isinstance(p, Partial)]
     elif call.name == "cumsum":
@@ -73,7 +75,7 @@ def by_index(call: OpCall) -> Choices:
     touched |= {d for d in range(x.ndim) if any(t.shape[d] != x.shape[d] for t in call.inputs)}
     linear = call.name.removesuffix("_") in ("gather", "scatter_add")
     sums = call.sums(*call.inputs) if linear else []
-    strategies = _together(call, touched) + [_but_index(call, p) for p in sums]
+    strategies = _sharded_alike(call, touched) + [_but_index(call, p) for p in sums]
     if call.name != "gather":
         return Choices(strategies)
     # Each index says by itself where along `dim` to look.
@@ -134,14 +136,14 @@ def weight_norm(call: OpCall) -> Choices:
         # The kernel divides by the number of slices.
         return lambda x, *_: tuple(x.new_empty(o.local_shape, dtype=o.dtype) for o in outputs)
 
-    return Choices(_together(call, others), localize)
+    return Choices(_sharded_alike(call, others), localize)
 
 
 @rule("tril triu")
 def triangle(call: OpCall) -> Choices:
     """Batch dims may be sharded; the dims of the matrix may not, as a shard has other diagonals."""
     ndim = call.inputs[0].ndim
-    return Choices(_together(call, [ndim - 2, ndim - 1]) + _terms_joined(call))
+    return Choices(_sharded_alike(call, [ndim - 2, ndim - 1]) + _terms_joined(call))
 
 
 @rule("index_select")
@@ -278,7 +280,7 @@ def constant_pad(call: OpCall) -> Choices:
             return op
         return lambda x, pad, *_, **__: op(x, pad, 0)
 
-    return Choices(_together(call, padded) + _terms_joined(call), localize)
+    return Choices(_sharded_alike(call, padded) + _terms_joined(call), localize)
 
 
 @rule("one_hot")

@@ -40,7 +40,7 @@ def _dim_of(layout: Layout, out: Shape, dim: int) -> int | None:
     return own if own >= 0 and layout.shape[own] == out[dim] else None
 
 
-def _name(call: OpCall) -> str:
+def _op_name(call: OpCall) -> str:
     return call.name.removesuffix("_")
 
 
@@ -65,7 +65,7 @@ def shard_strategies(call: OpCall, out: Shape) -> Iterator[Strategy]:
 
 def _terms_kept(call: OpCall) -> Iterator[Strategy]:
     """Strategies that leave sums and averages Partial, where the op is linear in them."""
-    name, count, replicate = _name(call), len(call.inputs), Replicate()
+    name, count, replicate = _op_name(call), len(call.inputs), Replicate()
     numbers = any(isinstance(a, (int, float, complex)) for a in call.args[:2])
     in_all = name in _LINEAR_UNARY or (name in _LINEAR_IN_ALL and count == 2 and not numbers)
     rounds = call.kwargs.get("rounding_mode")
@@ -84,7 +84,7 @@ def _terms_kept(call: OpCall) -> Iterator[Strategy]:
 
 def _extrema(call: OpCall) -> Iterator[Strategy]:
     """Strategies that leave maxima and minima Partial, where the op keeps or turns their order."""
-    name, count, replicate = _name(call), len(call.inputs), Replicate()
+    name, count, replicate = _op_name(call), len(call.inputs), Replicate()
     new = call.outputs[0].dtype
     # A number becomes a shorter integer beside a tensor of these.
     if not is_inexact(new) and any(t.dtype != new for t in call.inputs):

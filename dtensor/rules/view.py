@@ -178,7 +178,7 @@ def _groups(old: Shape, new: Shape) -> list[tuple[range, range]]:
     return groups
 
 
-def _shards_of(new: Shape, dims: range, period: int) -> Iterator[Placement]:
+def _shards_along(new: Shape, dims: range, period: int) -> Iterator[Placement]:
     yield from map(Shard, dims)
     for d in dims:
         inner = math.prod(new[e] for e in dims if e > d)
@@ -194,7 +194,7 @@ def _viewed(
     pattern = _pattern(old, old_dims, placement, parts)
     if pattern is None:
         return None
-    for option in _shards_of(new, new_dims, pattern[0]):
+    for option in _shards_along(new, new_dims, pattern[0]):
         if _pattern(new, new_dims, option, parts) == pattern:
             return option
     return None

@@ -32,6 +32,7 @@ from weft.kernels.attention import swaps, ulysses
 from weft.kernels.attention.decode import append_to_cache, flash_decode
 from weft.kernels.attention.plan import AttentionOptions, AttentionPlan, plan_attention
 from weft.kernels.attention.ring import ring_attention, ring_gradients, saved_with
+from weft.kernels.engine.local_matmul import sum_dtype
 from weft.settings import current_engine
 
 _ops: Any = torch.ops.weft
@@ -39,10 +40,6 @@ _ops: Any = torch.ops.weft
 
 def _group(name: str) -> Group:
     return resolve(name) if name else alone()
-
-
-def _wide(x: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _run(attention: Callable[..., Any]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
@@ -65,7 +62,7 @@ _head_attention = _run(ulysses.ulysses_attention)
 def _attention_fake(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=_wide(q))
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=sum_dtype(q))
 
 
 def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -85,7 +82,7 @@ def _attention_grads(op: str) -> Callable[..., tuple[Any, ...]]:
     return grads
 
 
-def _plan(
+def _forward_plan(
     op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group_name: str, *options: Any
 ) -> AttentionPlan:
     """The plan of the forward."""
@@ -94,14 +91,14 @@ def _plan(
 
 # Their first arguments are _KEPT: q, k, v, out, lse and the gradients of the last two.
 def _ring_attention_backward(*args: Any) -> tuple[torch.Tensor, ...]:
-    call = _plan("ring_attention", *args[:3], *args[7:])
+    call = _forward_plan("ring_attention", *args[:3], *args[7:])
     grads = ring_gradients(call, saved_with(args[:5], args[5:7]))
     return tuple(grad.contiguous() for grad in grads)
 
 
 def _head_attention_backward(*args: Any) -> tuple[torch.Tensor, ...]:
     qkv, grads, options = args[:3], args[5:7], args[7:]
-    call = _plan(swaps.OP, *qkv, *options)
+    call = _forward_plan(swaps.OP, *qkv, *options)
     if ulysses.in_one_launch(call):
         made = ulysses.head_gradients(call, saved_with(args[:5], grads))
         return tuple(grad.contiguous() for grad in made)
@@ -223,7 +220,7 @@ def _flash_decode(
 def _flash_decode_fake(
     q: torch.Tensor, *args: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=_wide(q))
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=sum_dtype(q))
 
 
 def _append_to_cache(

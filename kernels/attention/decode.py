@@ -40,10 +40,11 @@ from weft.collectives.ranks.group import GroupLike, alone, group_name
 from weft.collectives.ranks.reports import check_all
 from weft.collectives.ranks.traced import is_call_traced
 from weft.kernels.attention.cache import Cache, Shard, check_capacity, checked_cache, host_reads
-from weft.kernels.attention.decode_host import attend_locally, merge_ranks, wide_dtype, with_lse
+from weft.kernels.attention.decode_host import attend_locally, merge_ranks, with_lse
 from weft.kernels.engine.chips import chip_of
 from weft.kernels.engine.engines import Problem, RunnableEngine, choose, too_wide
 from weft.kernels.engine.fp8 import FP8
+from weft.kernels.engine.local_matmul import sum_dtype
 from weft.kernels.engine.plans import Plans
 
 # Of a query of one head: of wider ones not even the smallest tile, 16 queries, fits in a core.
@@ -229,7 +230,7 @@ def _problem(
         N=held if oldest is None else min(held, B * oldest),
         K=2 * D,
         dtype=q.dtype,
-        moved_bytes=wide_dtype(q).itemsize * B * H * T * (D + 1) * (group.world_size - 1),
+        moved_bytes=sum_dtype(q).itemsize * B * H * T * (D + 1) * (group.world_size - 1),
         kernel_refusal=refusal,
     )
 

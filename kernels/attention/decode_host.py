@@ -11,6 +11,7 @@ import torch
 from weft.collectives import Group, all_gather, exchange
 from weft.collectives.profiled import profiled
 from weft.kernels.attention.cache import Cache
+from weft.kernels.engine.local_matmul import sum_dtype
 
 # With fewer keys torch's CPU kernel does not propagate NaN.
 _FEWEST_KEYS = 16
@@ -48,14 +49,9 @@ def attend_locally(
     return torch.cat(outs), torch.cat(lses)
 
 
-def wide_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype in which partial results are merged."""
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def _nothing(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of queries that see no key."""
-    lse = torch.full(q.shape[:3], -torch.inf, dtype=wide_dtype(q), device=q.device)
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=sum_dtype(q), device=q.device)
     return torch.zeros_like(q), lse
 
 
@@ -78,7 +74,7 @@ def _attend_run(
     # Query heads that share a key head become rows of one matmul, so that keys are read once.
     rows = q.reshape(n, k.shape[1], -1, D)
     out, lse = _softmax(rows, k, v, mask, scale)
-    out, lse = out.reshape(q.shape), lse.reshape(n, H, T).to(wide_dtype(q))
+    out, lse = out.reshape(q.shape), lse.reshape(n, H, T).to(sum_dtype(q))
     blind = [t for t, (first, end) in enumerate(visible) if first >= end]
     if blind:
         out[:, :, blind], lse[:, :, blind] = 0, -torch.inf
@@ -96,7 +92,7 @@ def _softmax(
             q, k, v, attn_mask=mask, scale=scale
         )
         return out, lse
-    wide = wide_dtype(q)
+    wide = sum_dtype(q)
     scores = (q.to(wide) * scale) @ k.to(wide).mT
     if mask is not None:
         scores = scores + mask

@@ -24,6 +24,7 @@ from weft.collectives.hosts import Crossing, HostRows, Pairs
 from weft.collectives.memory.backends import persistent
 from weft.kernels.attention.host import AttentionGrad, PartialAttention, Total
 from weft.kernels.attention.library import library_layout
+from weft.kernels.engine.local_matmul import sum_dtype
 from weft.kernels.flash.geometry import UNBOUNDED, Geometry, Span, rectangles_between
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def _plain_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(q @ k^T * scale) @ v and the log-sum-exp, step by step, in fp32 or wider."""
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide = sum_dtype(q)
     k, v = (x.to(wide).repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     blocks = []
     for start in range(0, max(1, q.shape[2]), _ROWS):
@@ -174,11 +175,11 @@ def hosts_backward(call: AttentionPlan, saved: Saved) -> Gradients:
 
 def _crossing(call: AttentionPlan, op: str) -> Crossing:
     geometry, hosts = call.geometry, call.group.hosts
-    return Crossing(call.group, geometry.k_sizes, 0, op, _seen(geometry, hosts))
+    return Crossing(call.group, geometry.k_sizes, 0, op, _hosts_seen(geometry, hosts))
 
 
 @lru_cache(maxsize=256)
-def _seen(geometry: Geometry, hosts: tuple[tuple[int, ...], ...]) -> Pairs:
+def _hosts_seen(geometry: Geometry, hosts: tuple[tuple[int, ...], ...]) -> Pairs:
     """Pairs of hosts of which queries on the second see keys of the first."""
     return frozenset(
         (source, target)

@@ -30,6 +30,7 @@ from torch.nn import functional
 
 from weft.collectives import Exchange, exchange
 from weft.kernels.attention.library import KeyPart, WholeResult, kernels_for
+from weft.kernels.engine.local_matmul import sum_dtype
 from weft.kernels.engine.shards import copy_stream
 from weft.kernels.flash.geometry import Geometry, Rectangle, Visibility, rectangles_between
 
@@ -71,7 +72,7 @@ class PartialAttention:
     def __init__(self, q: torch.Tensor, sees: Visibility, scale: float) -> None:
         self._kernels = kernels_for(q.device)
         self._q, self._sees, self._scale = self._kernels.operand(q), sees, scale
-        self._wide = torch.promote_types(q.dtype, torch.float32)
+        self._wide = sum_dtype(q)
         self._out, self._lse = q.new_empty(0), q.new_empty(0)
         self._begun = False
 
@@ -80,7 +81,7 @@ class PartialAttention:
         if not _any_work(self._q, k):
             return
         k, v = self._kernels.operand(k), self._kernels.operand(v)
-        for rectangle in _parts(rectangles, self._kernels.square):
+        for rectangle in _calls_for(rectangles, self._kernels.square):
             part = _part_of(rectangle, self._q, k, v, self._sees, self._scale)
             self._merge(slice(*rectangle.queries), *self._kernels.forward(part))
 
@@ -149,7 +150,7 @@ class AttentionGrad:
         if not _any_work(self._q, k):
             return
         k, v = self._widened(k), self._widened(v)
-        for rectangle in _parts(rectangles, self._kernels.square):
+        for rectangle in _calls_for(rectangles, self._kernels.square):
             rows, keys = slice(*rectangle.queries), slice(*rectangle.keys)
             part = _part_of(rectangle, self._q, k, v, self._sees, self._scale)
             grads = self._kernels.backward(part, self._whole.rows(rows))
@@ -171,7 +172,7 @@ def _any_work(q: torch.Tensor, k: torch.Tensor) -> bool:
     return q.numel() > 0 and k.numel() > 0
 
 
-def _parts(rectangles: Iterable[Rectangle], square: bool) -> Iterator[Rectangle]:
+def _calls_for(rectangles: Iterable[Rectangle], square: bool) -> Iterator[Rectangle]:
     """The calls to make: if `square`, queries beyond a causal rectangle's keys see all of them."""
     for rectangle in rectangles:
         (first, last), (begin, end) = rectangle.queries, rectangle.keys
@@ -212,7 +213,7 @@ def _mask(rectangle: Rectangle, sees: Visibility, q: torch.Tensor) -> torch.Tens
     )
 
 
-def _publish_keys(ex: Exchange, k: torch.Tensor, v: torch.Tensor) -> None:
+def _publish_by_host(ex: Exchange, k: torch.Tensor, v: torch.Tensor) -> None:
     """Publish this rank's k and v (B, H_kv, m, D) to all peers."""
     if ex.world_size == 1:
         return
@@ -294,7 +295,7 @@ def host_forward(
     with exchange(
         call.group, nbytes, "ring_attention", q.device, channel="ring keys", told=call.told
     ) as ex:  # fmt: skip
-        _publish_keys(ex, k, v)
+        _publish_by_host(ex, k, v)
         seen = {peer: rectangles_between(geometry, rank, peer) for peer in ex.peers()}
         wanted = [peer for peer in seen if seen[peer]]
         arriving = _arriving(ex, k, geometry, wanted)
@@ -314,7 +315,7 @@ def host_backward(call: AttentionPlan, saved: Saved) -> Gradients:
     nbytes = _shown_bytes(k, geometry, k.dtype)
     told = call.told
     with exchange(group, nbytes, op, q.device, channel="ring keys", told=told) as keys:
-        _publish_keys(keys, k, v)
+        _publish_by_host(keys, k, v)
         peers = [(rank + step) % W for step in range(1, W)]
         wanted = [peer for peer in peers if rectangles_between(geometry, rank, peer)]
         arriving = _arriving(keys, k, geometry, wanted)

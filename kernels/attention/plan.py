@@ -118,13 +118,14 @@ def plan_attention(
         return _Question(visible, of, (q.dtype, *shapes, layout, ("scale", of), *names))
 
     question = _questions.of((op, group, visible, scale, layout, layouts, engine), asked)
-    lengths = _sizes(q, k, group, op, question.told, sizes, key_sizes)
+    lengths = _sizes_of_ranks(q, k, group, op, question.told, sizes, key_sizes)
     return _plans.of(
-        (question, group, lengths), lambda: _planned(q, k, group, op, layout, question, *lengths)
+        (question, group, lengths),
+        lambda: _attention_plan(q, k, group, op, layout, question, *lengths),
     )
 
 
-def _planned(
+def _attention_plan(
     q: torch.Tensor,
     k: torch.Tensor,
     group: Group,
@@ -161,7 +162,7 @@ def _planned(
         refusal="" if W <= _MOST_RANKS else f"a ring has at most {_MOST_RANKS} ranks, got {W}",
         host_refusal=_host_refusal(q, scale, geometry),
         kernel_refusal=too_wide(D, _WIDEST) if group.on_gpus(q.device) else "",
-        attention=_work(q, group, op, geometry),
+        attention=_attention_work(q, group, op, geometry),
     )
     return AttentionPlan(op, group, geometry, scale, choose(problem, group, q.device), told)
 
@@ -176,7 +177,9 @@ def _host_refusal(q: torch.Tensor, scale: float, geometry: Geometry) -> str:
     return gpu_refusal(q.device, q.dtype, q.shape[3])
 
 
-def _work(q: torch.Tensor, group: Group, op: str, geometry: Geometry) -> AttentionWork | None:
+def _attention_work(
+    q: torch.Tensor, group: Group, op: str, geometry: Geometry
+) -> AttentionWork | None:
     """What attention on GPUs is priced by."""
     if not group.on_gpus(q.device):
         return None
@@ -243,7 +246,7 @@ def _documents(cu_seqlens: torch.Tensor | Sequence[int] | None) -> tuple[int, ..
     return documents
 
 
-def _sizes(
+def _sizes_of_ranks(
     q: torch.Tensor,
     k: torch.Tensor,
     group: Group,

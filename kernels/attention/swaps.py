@@ -15,6 +15,7 @@ from weft import settings
 from weft.collectives import Group, all_gather, exchange
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
 from weft.kernels.engine.engines import record_backward, refuse_second_order
+from weft.kernels.engine.local_matmul import sum_dtype
 
 OP = "ulysses_attention"
 HeadsByRank = tuple[tuple[int, ...], ...]
@@ -117,7 +118,7 @@ def to_heads(
     out = x.new_empty(B, len(mine), sum(sizes), D)
     if (way or way_of(group, x.device, settings.current_engine())) == "generic":
         whole = all_gather(x, group, dim=2, sizes=list(sizes)) if group.world_size > 1 else x
-        _pick(out, whole, mine)
+        _pick_heads(out, whole, mine)
         return out
     nbytes = B * H * max(sizes) * D * x.element_size()
     with exchange(group, nbytes, OP, x.device, channel="swap") as ex:
@@ -129,7 +130,7 @@ def to_heads(
             shown = (
                 x if source == group.rank else ex.peer(source, (B, H, sizes[source], D), x.dtype)
             )
-            _pick(out[:, :, rows], shown, mine)
+            _pick_heads(out[:, :, rows], shown, mine)
         return ex.result(out)
 
 
@@ -146,7 +147,7 @@ def heads_to_tokens(
     start = offsets(sizes)[group.rank]
     rows = slice(start, start + sizes[group.rank])
     added = len({head for each in heads for head in each}) < sum(map(len, heads))
-    wide = torch.promote_types(x.dtype, torch.float32) if added else x.dtype
+    wide = sum_dtype(x) if added else x.dtype
     out = x.new_zeros(B, H, sizes[group.rank], D, dtype=wide)
 
     def take(source: int, part: torch.Tensor) -> None:
@@ -179,7 +180,7 @@ def heads_to_tokens(
     return out.to(x.dtype)
 
 
-def _pick(out: torch.Tensor, x: torch.Tensor, heads: list[int]) -> None:
+def _pick_heads(out: torch.Tensor, x: torch.Tensor, heads: list[int]) -> None:
     """out = x[:, heads], by slices, as a CUDA graph cannot capture the copy of a list."""
     if heads and heads == list(range(heads[0], heads[-1] + 1)):
         out.copy_(x[:, heads[0] : heads[-1] + 1])

@@ -40,6 +40,7 @@ from weft.kernels.attention.plan import (
 from weft.kernels.attention.ring import Gradients, Saved, attended, ring_attention
 from weft.kernels.attention.swaps import OP, Swap, SwapBack, split_heads, way_of
 from weft.kernels.engine.autocast import autocast
+from weft.kernels.engine.local_matmul import sum_dtype
 from weft.kernels.flash.geometry import SequenceLayout
 
 
@@ -174,4 +175,4 @@ def no_heads(
     The product saves its factors: else torch.utils.checkpoint would not recompute this rank's part.
     """
     out = q * (1 + 0 * (k.sum() + v.sum()))
-    return out, out.sum(-1).to(torch.promote_types(q.dtype, torch.float32))
+    return out, out.sum(-1).to(sum_dtype(q))

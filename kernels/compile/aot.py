@@ -180,7 +180,7 @@ def compile_launch(case: str, launch: Launch, chip: Chip, dtype: torch.dtype) ->
         kernel=launch.kernel.__name__,
         arch=chip.name,
         dtype=str(dtype).removeprefix("torch."),
-        config=_config(launch),
+        config=_constants_of(launch),
         registers=registers,
         spills=spills,
         shared_bytes=shared,
@@ -199,7 +199,7 @@ def fields_of(constant: Any) -> dict[str, Any]:
     return found
 
 
-def _config(launch: Launch) -> dict[str, Any]:
+def _constants_of(launch: Launch) -> dict[str, Any]:
     """The constants of a launch that JSON can express; the fields of a variant one by one."""
     config: dict[str, Any] = {"programs": launch.grid[0]}
     for parameter in launch.kernel.params:
@@ -270,7 +270,7 @@ def compile_all(
         RuntimeError: kernels are interpreted in this process.
         ValueError: an arch is not known.
     """
-    yield from _each(_compile_number, archs, dtypes, only, wide, False, jobs)
+    yield from _for_each_launch(_compile_number, archs, dtypes, only, wide, False, jobs)
 
 
 def loops_of_all(
@@ -282,12 +282,12 @@ def loops_of_all(
     jobs: int = 1,
 ) -> Iterator[aot_loop.LoopReport]:
     """The main loops of the same kernels, where they multiply, after those of plain ones."""
-    for found in _each(_loop_number, archs, dtypes, only, wide, True, jobs):
+    for found in _for_each_launch(_loop_number, archs, dtypes, only, wide, True, jobs):
         if found is not None:
             yield found
 
 
-def _each(
+def _for_each_launch(
     run: Callable[[int, str, torch.dtype, bool], _T],
     archs: Sequence[str],
     dtypes: Sequence[torch.dtype],

@@ -204,7 +204,7 @@ def _all_gather_launches(
                 activation=activation,
                 keep_sums=keep_sums,
                 with_own=gradient,
-                scaling=_scaling(dtype, share, widths),
+                scaling=_meta_scaling(dtype, share, widths),
             )
         # All use one publish kernel.
         yield from ((case, launch) for launch in (caught if case == "up" else caught[-1:]))
@@ -278,7 +278,7 @@ def _reduce_launches(
                 sizes,
                 bias=None if gradient else row(_HIDDEN),
                 residual=None if gradient else rows(sizes[0], _HIDDEN),
-                scaling=_scaling(dtype, tokens, (_HIDDEN,)),
+                scaling=_meta_scaling(dtype, tokens, (_HIDDEN,)),
                 wire_dtype=wire(case),
             )
         yield case, caught[0]
@@ -290,7 +290,7 @@ def _reduce_launches(
                 _workspace(),
                 bias=row(columns),
                 residual=rows(tokens, columns),
-                scaling=_scaling(dtype, tokens, (columns,)),
+                scaling=_meta_scaling(dtype, tokens, (columns,)),
                 wire_dtype=wire(case),
             )
         yield case, caught[0]
@@ -625,7 +625,7 @@ def _expert_gather_launches(
         yield from ((case, launch) for launch in caught[0 if quantize else -1 :])
 
 
-def _scaling(dtype: torch.dtype, rows: int, widths: Sequence[int]) -> Scaling | None:
+def _meta_scaling(dtype: torch.dtype, rows: int, widths: Sequence[int]) -> Scaling | None:
     if dtype.itemsize > 1:
         return None
     like = torch.empty(0, dtype=torch.float32, device="meta")

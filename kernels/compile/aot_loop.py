@@ -146,7 +146,7 @@ def step(code: Sequence[Instruction]) -> list[Instruction]:
     for i, each in enumerate(code):
         if i not in seen and _is("matrix", each.text) and (cycle := _shortest_cycle(code, i)):
             seen.update(cycle)
-            work = sum(_work(code[j].text) for j in cycle) / len(cycle)
+            work = sum(_multiplications(code[j].text) for j in cycle) / len(cycle)
             best = max(best, (work, cycle))
     return [code[i] for i in best[1]]
 
@@ -183,7 +183,7 @@ def _is(kind: str, line: str) -> bool:
     return bool(re.match(_KINDS[kind], _PREDICATE.sub("", line)))
 
 
-def _work(line: str) -> int:
+def _multiplications(line: str) -> int:
     """What a matrix instruction multiplies, or 1 if its name does not tell."""
     if not _is("matrix", line):
         return 0

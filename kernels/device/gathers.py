@@ -214,7 +214,7 @@ def _fetch_chunk(shards, gathered, peer, begin, rows, columns, chunk, part, FETC
     if gathered.scales is not None and part == PARTS - 1:
         shown = scales_ptr(link, peer, generation, shards.scales_at)
         copy_block(gathered.scales + begin + first, shown + first, count, 1, 1, 1, 0, COPY_M, 1)
-    word = _word(chunk, part, PARTS)
+    word = _part_word(chunk, part, PARTS)
     slot = signals.slot_ptr(link.signal_ptrs, rank, W, 1, peer, word)
     signals.signal_local(slot, generation)
 
@@ -226,7 +226,7 @@ def _chunks_before(row, chunk_rows, chunks):
 
 
 @triton.jit
-def _word(chunk, part, PARTS: tl.constexpr):
+def _part_word(chunk, part, PARTS: tl.constexpr):
     """The word in which a part of a chunk is announced."""
     return chunk + part * (_MAX_PROGRAMS // PARTS)
 
@@ -238,8 +238,8 @@ def wait_for_rows_of(shards, peer, low, high, part, FETCH: tl.constexpr):
     link, chunk_rows = shards.link, shards.chunk_rows
     first, last = low // chunk_rows, (high - 1) // chunk_rows
     return signals.wait_for_own(
-        link.signal_ptrs, shards.rank, FETCH.world_size, 1, peer, _word(first, part, PARTS),
-        _word(last, part, PARTS), shards.generation, link.timeout_ns, 1,
+        link.signal_ptrs, shards.rank, FETCH.world_size, 1, peer, _part_word(first, part, PARTS),
+        _part_word(last, part, PARTS), shards.generation, link.timeout_ns, 1,
     )  # fmt: skip
 
 

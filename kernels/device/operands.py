@@ -92,7 +92,7 @@ def _describable(matrix: torch.Tensor) -> bool:
     return inner == 1 and aligned and matrix.numel() > 0 and not matrix.is_neg()
 
 
-def _describe(matrix: torch.Tensor, block: tuple[int, int]) -> tuple[Any, bool]:
+def _tma_descriptor(matrix: torch.Tensor, block: tuple[int, int]) -> tuple[Any, bool]:
     transposed = matrix.stride(1) != 1
     if transposed:
         matrix, block = matrix.T, (block[1], block[0])
@@ -124,8 +124,8 @@ def described(
         return Described()  # along the contiguous dim, blocks must start at multiples of 16 bytes
     found: list[Any] = []
     for x, w in zip(xs, weights, strict=True):
-        x_descriptor, x_transposed = _describe(x, (tiling.block_m, tiling.block_k))
-        w_descriptor, w_transposed = _describe(w, (tiling.block_k, tiling.block_n))
+        x_descriptor, x_transposed = _tma_descriptor(x, (tiling.block_m, tiling.block_k))
+        w_descriptor, w_transposed = _tma_descriptor(w, (tiling.block_k, tiling.block_n))
         found += [x_descriptor, w_descriptor]
     none = (None, None) * (_TERMS - len(xs))
     return Described((*found, *none), x_transposed, w_transposed)
@@ -139,7 +139,7 @@ def described_weights(
     alike = count in (1, 2) and len({w.stride(1) == 1 for w in weights}) == 1
     if not wanted or not alike or not all(_describable(w) for w in weights):
         return [None, None], False
-    made = [_describe(w, (tiling.block_k, tiling.block_n)) for w in weights]
+    made = [_tma_descriptor(w, (tiling.block_k, tiling.block_n)) for w in weights]
     return [desc for desc, _ in made] + [None] * (2 - count), made[0][1]
 
 

@@ -84,9 +84,9 @@ def finish_tile(
         for quarter in tl.static_range(4):
             part, start = _quarter(acc, quarter), start_n + quarter * (acc.shape[1] // 4)
             other = _quarter(second, quarter) if ACTIVATION == "swiglu" else second
-            _finish(out, part, other, rows, start, N, WEIGHT, ACTIVATION)
+            _store_product(out, part, other, rows, start, N, WEIGHT, ACTIVATION)
     else:
-        _finish(out, acc, second, rows, start_n, N, WEIGHT, ACTIVATION)
+        _store_product(out, acc, second, rows, start_n, N, WEIGHT, ACTIVATION)
 
 
 @triton.jit
@@ -98,7 +98,9 @@ def _quarter(values, QUARTER: tl.constexpr):
 
 
 @triton.jit
-def _finish(out, acc, second, rows, start_n, N, WEIGHT: tl.constexpr, ACTIVATION: tl.constexpr):
+def _store_product(
+    out, acc, second, rows, start_n, N, WEIGHT: tl.constexpr, ACTIVATION: tl.constexpr
+):
     acc = _argument(out, acc, rows, start_n, N, WEIGHT)
     if ACTIVATION == "swiglu":
         second = _argument(out, second, rows, start_n, N, 1)

@@ -63,7 +63,7 @@ def _bits(x):
 
 
 @triton.jit
-def _word(x, last):
+def _packed_word(x, last):
     """The upper 24 bits of x, fp32, below the lowest 8 bits of `last`."""
     return ((_bits(x) >> 8) | (last << 24)).to(tl.float32, bitcast=True)
 
@@ -121,9 +121,9 @@ def send_rows(row_ptrs, acc, inside, WIRE: tl.constexpr):
         c, d = tiles.halves(right)
         last = _bits(d)
         # One after the other: all three at once take more registers.
-        tl.store(ptrs, _word(a, last >> 8), mask=inside)
-        tl.store(ptrs + QUARTER, _word(b, last >> 16), mask=inside)
-        tl.store(ptrs + 2 * QUARTER, _word(c, last >> 24), mask=inside)
+        tl.store(ptrs, _packed_word(a, last >> 8), mask=inside)
+        tl.store(ptrs + QUARTER, _packed_word(b, last >> 16), mask=inside)
+        tl.store(ptrs + 2 * QUARTER, _packed_word(c, last >> 24), mask=inside)
     elif COLUMNS > 128:
         left, right = tiles.halves(acc)
         ptrs = row_ptrs + tl.arange(0, COLUMNS // 2)[None, :]

@@ -86,11 +86,11 @@ def chip_of(device: torch.device) -> Chip:
     chip = _chip_behind(device)
     if chip is INTERPRETER:
         return chip
-    return _share(chip, ranks.sharing if ranks else 1, settings.sms())
+    return _share_of_chip(chip, ranks.sharing if ranks else 1, settings.sms())
 
 
 @lru_cache(maxsize=64)
-def _share(chip: Chip, ranks: int, sms: int) -> Chip:
+def _share_of_chip(chip: Chip, ranks: int, sms: int) -> Chip:
     """What a rank counts on of a chip that several use, or others (`sms`, if not 0)."""
     if ranks == 1 and not sms:
         return chip

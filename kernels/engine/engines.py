@@ -238,22 +238,22 @@ def predict(problem: Problem, group: Group, device: torch.device) -> Mapping[Run
     """Predicted time of each engine. Interpreted kernels are not offered: they are for tests."""
     rates = cost.machine(group, device)
     if _over_hosts(problem, group):
-        return _in_two_levels(problem, group, device, rates)
+        return _prices_in_two_levels(problem, group, device, rates)
     if group.unreached(device):
         return {"generic": _by_process_group(problem, rates)}
     if not group.on_gpus(device):
-        return _on_cpu(problem, group, device, rates)
+        return _prices_on_cpu(problem, group, device, rates)
     return _on_gpus(problem, group, device, rates)
 
 
-def _in_two_levels(
+def _prices_in_two_levels(
     problem: Problem, group: Group, device: torch.device, rates: cost.Machine
 ) -> dict[RunnableEngine, Price]:
     """Compared by what moves, which the levels of one call hide of each other at best."""
     if problem.tokens is not None:
         return _experts_in_two_levels(problem, problem.tokens, group, rates)
     op, size = COLLECTIVE_OF.get(problem.op, "all_gather"), problem.dtype.itemsize
-    matmul, sizes = _matmul(problem, rates), (problem.op, problem.M, problem.N, problem.K)
+    matmul, sizes = _matmul_part(problem, rates), (problem.op, problem.M, problem.N, problem.K)
     if problem.op not in COLLECTIVE_OF:  # gathers keys and values
         whole = apart = problem.moved_bytes * group.world_size // (group.world_size - 1)
     elif op == "all_gather":
@@ -281,7 +281,7 @@ def _experts_in_two_levels(
     """Tokens of two levels are pulled once more inside, in two exchanges of their own, and what is
     made of the two is put together.
     """
-    matmul, rate = _matmul(problem, rates), between_hosts.slowest(rates)
+    matmul, rate = _matmul_part(problem, rates), between_hosts.slowest(rates)
     copied = problem.M * (problem.K + problem.N) * problem.dtype.itemsize
     inside = Part("inside hosts", copied / max(rates.copy, 1e-9), f"{_mib(copied)}, pulled, merged")
     start = Part("signals", rates.between_us + 4 * rates.sync_us, "1 between hosts, 4 inside")
@@ -306,8 +306,8 @@ def _on_gpus(
     if problem.attention is not None:
         chip = hardware_of(group, device)
         return attention_prices(problem, problem.attention, chip, rates, group.world_size)
-    W, matmul, sync = group.world_size, _matmul(problem, rates), rates.sync_us
-    moved = _moved(rates, problem.moved_bytes)
+    W, matmul, sync = group.world_size, _matmul_part(problem, rates), rates.sync_us
+    moved = _transfers(rates, problem.moved_bytes)
     how = f"{matmul.how}, at {kernel_rates.GUESS:.0%} of that (assumed)"
     kernel = Part("matmul", matmul.us / kernel_rates.GUESS, how)
     start = Part("signals", 2 * sync, f"2 of {sync:.3g} us")
@@ -334,7 +334,7 @@ def attention_prices(
     """Forward on W GPUs, by the rates of a library's attention."""
     sync = rates.sync_us
     times = fused_times.attention_times(work, chip, fused_times.dtype_name(problem.dtype))
-    moved, how = _moved(rates, problem.moved_bytes), f"{work.queries} queries, {work.seen} keys"
+    moved, how = _transfers(rates, problem.moved_bytes), f"{work.queries} queries, {work.seen} keys"
     kernel = Part("attention", times.fused, f"{how} at {kernel_rates.ATTENTION:.0%} of a library")
     start = Part("signals", 2 * sync, f"2 of {sync:.3g} us")
     fused = max(kernel.us, moved.us) + start.us
@@ -369,7 +369,7 @@ def _by_copies(matmul: Part, moved: Part, W: int, sync: float) -> Price:
 
 def _by_process_group(problem: Problem, rates: cost.Machine) -> Price:
     """Predicted time of the process group's collective and a matmul."""
-    nbytes, matmul = problem.moved_bytes, _matmul(problem, rates)
+    nbytes, matmul = problem.moved_bytes, _matmul_part(problem, rates)
     how = f"{_mib(nbytes)} at {rates.wire / 1e3:.3g} GB/s + {rates.wire_us:.3g} us"
     parts = matmul, Part("collective", rates.wire_time_us(nbytes), how)
     us = sum(part.us for part in parts)
@@ -400,7 +400,7 @@ def _fused_matmul(
         "generic": Price(sum(part.us for part in apart), most["generic"], apart),
     }
     if not problem.host_refusal:
-        moved = _moved(rates, problem.moved_bytes)
+        moved = _transfers(rates, problem.moved_bytes)
         prices["host"] = _by_copies(apart[0], moved, W, rates.sync_us)
     return prices
 
@@ -501,7 +501,7 @@ def hardware_of(group: Group, device: torch.device) -> Hardware:
     return replace(found, cores=chip_of(device).cores)
 
 
-def _on_cpu(
+def _prices_on_cpu(
     problem: Problem, group: Group, device: torch.device, rates: cost.Machine
 ) -> dict[RunnableEngine, Price]:
     """The ranks' cores also copy, so nothing overlaps; but nothing is copied twice.
@@ -510,7 +510,7 @@ def _on_cpu(
     the same bytes, and write them once more before the matmul can begin: it never leaves the host
     engine for them, and so compares by that.
     """
-    matmul, moved = _matmul(problem, rates), _moved(rates, problem.moved_bytes)
+    matmul, moved = _matmul_part(problem, rates), _transfers(rates, problem.moved_bytes)
     signals = Part("signals", 2 * rates.sync_us, f"2 of {rates.sync_us:.3g} us")
     beyond_us = exposed_us(problem.moved_bytes, rates)
     generic = _by_process_group(problem, rates)
@@ -532,7 +532,7 @@ def collective_us(nbytes: float, rates: cost.Machine) -> float:
     return rates.memory_us(2 * nbytes, syncs=2)
 
 
-def _matmul(problem: Problem, rates: cost.Machine) -> Part:
+def _matmul_part(problem: Problem, rates: cost.Machine) -> Part:
     M, N, K, dtype = problem.M, problem.N, problem.K, problem.dtype
     us = rates.matmul_us(M, N, K, dtype)
     if us > rates.flops_us(M, N, K, dtype):
@@ -542,7 +542,7 @@ def _matmul(problem: Problem, rates: cost.Machine) -> Part:
     return Part("matmul", us, how)
 
 
-def _moved(rates: cost.Machine, nbytes: int) -> Part:
+def _transfers(rates: cost.Machine, nbytes: int) -> Part:
     us = rates.memory_us(nbytes, syncs=0)
     return Part("transfers", us, f"{_mib(nbytes)} from peers at {rates.copy / 1e3:.3g} GB/s")
 

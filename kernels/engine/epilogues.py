@@ -43,10 +43,10 @@ def activate(zs: Sequence[torch.Tensor], activation: Activation | None) -> list[
         return [functional.silu(gate) * up]
     if activation is None:
         return list(zs)
-    return [_plain(z, activation) for z in zs]
+    return [_one_argument(z, activation) for z in zs]
 
 
-def _plain(z: torch.Tensor, activation: Activation) -> torch.Tensor:
+def _one_argument(z: torch.Tensor, activation: Activation) -> torch.Tensor:
     if activation == "relu":
         return torch.relu(z)
     if activation == "silu":

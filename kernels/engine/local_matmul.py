@@ -29,6 +29,11 @@ def sum_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.float32 if narrow else x.dtype
 
 
+def in_sum_dtype(x: torch.Tensor) -> torch.Tensor:
+    """x in `sum_dtype`."""
+    return x.to(sum_dtype(x))
+
+
 def is_half(x: torch.Tensor) -> bool:
     """Whether x is of a 16-bit dtype, so that its sums are wider."""
     return x.dtype in (torch.float16, torch.bfloat16)

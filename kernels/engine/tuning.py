@@ -117,10 +117,10 @@ def load(where: str, chip: str) -> Mapping[Key, Choice]:
         ValueError: a file is not such a table.
     """
     here = Path(where) if where else OWN_FOLDER
-    return _read(path_of(here, chip, modelled=True)) | _read(path_of(here, chip))
+    return _read_table(path_of(here, chip, modelled=True)) | _read_table(path_of(here, chip))
 
 
-def _read(path: Path) -> dict[Key, Choice]:
+def _read_table(path: Path) -> dict[Key, Choice]:
     if not path.exists():
         return {}
     try:
@@ -146,7 +146,7 @@ def write(path: Path, chip: str, entries: Iterable[Mapping[str, Any]]) -> None:
     """Write a table, or add to one, replacing entries of the same key. One line for each entry."""
     every = {_identity(entry): entry for entry in entries}
     if path.exists():
-        _read(path)  # ValueError if it is not a table
+        _read_table(path)  # ValueError if it is not a table
         kept = json.loads(path.read_text())["entries"]
         every = {_identity(entry): entry for entry in kept} | every
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -194,11 +194,11 @@ def candidates(
             if tiling != start:
                 found.append(Choice(tiling))
     if copies:
-        found += [Choice(copy_programs=count) for count in _copy_programs(chip)]
+        found += [Choice(copy_programs=count) for count in _copy_counts(chip)]
     return found
 
 
-def _copy_programs(chip: Chip) -> Sequence[int]:
+def _copy_counts(chip: Chip) -> Sequence[int]:
     counts = {chip.programs // part for part in (16, 6, 4)}
     return sorted(count for count in counts if 1 <= count < chip.programs)
 

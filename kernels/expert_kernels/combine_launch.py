@@ -29,8 +29,11 @@ from weft.kernels.expert_kernels.expert_tiles import (
     expert_weights,
     lanes_for,
 )
-from weft.kernels.expert_kernels.few_tokens import push_and_weigh_kernel
-from weft.kernels.expert_kernels.weigh_kernel import WeighVariant, weigh_kernel
+from weft.kernels.expert_kernels.push_and_weigh_kernel import (
+    PushAndWeighVariant,
+    push_and_weigh_kernel,
+)
+from weft.kernels.expert_kernels.weigh_kernel import Weighed, WeighVariant, weigh_kernel
 
 FEW = 256  # tokens a rank, of which one launch each way does all
 
@@ -175,9 +178,10 @@ def launch_combine(
     )
     weigh = WeighVariant(k, parts, config.weigh_t, config.weigh_h)
     if config.weighers:
-        pushers = config.programs - config.weighers
+        both = PushAndWeighVariant(V, weigh, config.programs - config.weighers)
+        weighed = Weighed(y, topk_ids, gates)
         launching(push_and_weigh_kernel, config.programs)(
-            *push, y, topk_ids, gates, T, experts, V=V, W=weigh, PUSHERS=pushers, **tiling.options
+            *push, weighed, T, experts, V=both, **tiling.options
         )
         return y
     launching(push_kernel, config.programs)(*push, V=V, **tiling.options)

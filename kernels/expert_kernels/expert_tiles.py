@@ -167,11 +167,11 @@ def described_experts(
     """`described_weights` of one or two weights (E, K, N) as matrices: (E K, N), or (K, E N) where
     K is contiguous.
     """
-    flat = [matrix for w in weights if (matrix := _flat(w, tiling)) is not None]
+    flat = [matrix for w in weights if (matrix := _flat_weights(w, tiling)) is not None]
     return described_weights(flat, tiling, wanted and len(flat) == len(weights))
 
 
-def _flat(w: torch.Tensor, tiling: Tiling) -> torch.Tensor | None:
+def _flat_weights(w: torch.Tensor, tiling: Tiling) -> torch.Tensor | None:
     E, K, N = w.shape
     if w.is_neg() or w.numel() == 0:
         return None

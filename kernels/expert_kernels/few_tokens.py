@@ -1,4 +1,4 @@
-"""Few tokens, one launch each way: dispatch with the routing, and combine. The decode path.
+"""Dispatch of few tokens, with the routing, in one launch: the decode path.
 
 Legend: W ranks; rank r holds tokens x_r (T_r, K) with ids (T_r, k), and the experts firsts[r] ..
 afters[r] - 1. What comes of it is that of `dispatch_kernel`, and the tables that it takes are made
@@ -29,16 +29,13 @@ Why it neither races nor deadlocks: senders wait for nobody, clerks for senders,
 all of them have smaller numbers. A rank signals after its last call has ended (rule 1 of
 `weft.collectives.device.signals`), and at least one clerk waits for everyone (rule 2).
 
-Back, `push_and_weigh_kernel` does what both kernels of `combine_kernel` do. Its first programs push
-results and tell all ranks, in the words (0, rank, program); the others wait for those of all ranks,
-and add up. It stands for the same reasons.
-
 The order in the table is that of ids, whenever they come: equal bits in every run.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -48,17 +45,20 @@ from weft.kernels.device import tiles
 from weft.kernels.device.copies import copy_block, quantize_block
 from weft.kernels.device.gathers import scales_ptr
 from weft.kernels.device.operands import Rows
-from weft.kernels.expert_kernels.combine_kernel import PushTiles, push
-from weft.kernels.expert_kernels.dispatch_kernel import DispatchTiles, make_tiles, spoil_results
+from weft.kernels.expert_kernels.dispatch_kernel import (
+    DispatchTiles,
+    DispatchVariant,
+    make_tiles,
+    spoil_results,
+)
 from weft.kernels.expert_kernels.expert_tiles import experts_of, total_of
 from weft.kernels.expert_kernels.hand_over import tell_all_ranks, wait_for_all_ranks
 from weft.kernels.expert_kernels.pulled_rows import PulledRows
-from weft.kernels.expert_kernels.weigh_kernel import weigh
 
 
 @dataclass(frozen=True)
 class Roles:
-    """Who does what, beside a `DispatchVariant`.
+    """Which programs do what.
 
     Attributes:
         senders, clerks: how many programs; W * senders words are polled at a time.
@@ -75,6 +75,28 @@ class Roles:
     copy_n: int
 
 
+@dataclass(frozen=True)
+class FewVariant:
+    """What `few_tokens_kernel` is compiled for."""
+
+    dispatch: DispatchVariant
+    roles: Roles
+
+
+class ExpertRanges(NamedTuple):
+    """Of each rank: its first expert, and the one after its last."""
+
+    firsts: Any
+    afters: Any
+
+
+class Tallies(NamedTuple):
+    """Rows from each rank for each expert (W, E) int32, and all experts' load, int64."""
+
+    counts: Any
+    load: Any
+
+
 @triton.jit
 def _ids_of(link, rank, generation, ids_at):
     """Address of the ids that have come to `rank`."""
@@ -83,7 +105,7 @@ def _ids_of(link, rank, generation, ids_at):
 
 
 @triton.jit
-def _send(x, ids_ptr, pull, firsts, afters, T, ids_at, V: tl.constexpr, ROLES: tl.constexpr):
+def _send_tokens(x, ids_ptr, pull, ranges, T, ids_at, V: tl.constexpr, ROLES: tl.constexpr):
     """A sender: its tokens and their ids, to the ranks that need them."""
     link, rank, generation = pull.link, pull.rank, pull.generation
     wire: tl.constexpr = tl.uint8 if V.quantized else x.ptr.dtype.element_ty
@@ -100,7 +122,8 @@ def _send(x, ids_ptr, pull, firsts, afters, T, ids_at, V: tl.constexpr, ROLES: t
             peer = (rank + 1 + step) % W
             shown = _ids_of(link, peer, generation, ids_at) + place * K
             tl.store(shown + lanes, ids, mask=lanes < K)
-            first, after = tiles.element(firsts, peer, W), tiles.element(afters, peer, W)
+            first = tiles.element(ranges.firsts, peer, W)
+            after = tiles.element(ranges.afters, peer, W)
             goes = signals.greatest(((ids >= first) & (ids < after)).to(tl.int32))
             half = signals.half_ptr(link.buffer_ptrs, peer, generation, link.half_bytes, wire)
             into = half + place * pull.pitch
@@ -140,24 +163,24 @@ def _tabulate(pull, ids_ptr, expert, first, W: tl.constexpr, ROLES: tl.constexpr
 
 
 @triton.jit
-def _count(pull, ids_ptr, counts_ptr, load_ptr, E, firsts, afters, W: tl.constexpr, ROLES):
+def _count(pull, ids_ptr, tallies, E, ranges, W: tl.constexpr, ROLES: tl.constexpr):
     """A clerk: for its experts, how many rows come from each rank, and the load."""
     clerk, lanes = tl.program_id(0) - ROLES.senders, tl.arange(0, ROLES.block)
-    first, each = tiles.element(firsts, pull.rank, W), pull.most * ROLES.top_k
+    first, each = tiles.element(ranges.firsts, pull.rank, W), pull.most * ROLES.top_k
     for item in range(clerk, W * E, ROLES.clerks):
         source, found = item // E, 0
         for start in range(0, each, ROLES.block):
             numbers = start + lanes
             ids = tl.load(ids_ptr + source * each + numbers, mask=numbers < each, other=-1)
             found += total_of((ids == first + item % E).to(tl.int32))
-        tl.store(counts_ptr + item, found)
-    for expert in range(clerk, afters[W - 1], ROLES.clerks):
+        tl.store(tallies.counts + item, found)
+    for expert in range(clerk, ranges.afters[W - 1], ROLES.clerks):
         found = 0
         for start in range(0, W * each, ROLES.block):
             numbers = start + lanes
             ids = tl.load(ids_ptr + numbers, mask=numbers < W * each, other=-1)
             found += total_of((ids == expert).to(tl.int32))
-        tl.store(load_ptr + expert, tl.cast(found, tl.int64))
+        tl.store(tallies.load + expert, tl.cast(found, tl.int64))
 
 
 @triton.jit(do_not_specialize=["T", "R", "E", "most", "ids_at", "rank"])
@@ -169,11 +192,9 @@ def few_tokens_kernel(
     w_desc,  # descriptors of the first two as matrices, or None
     w2_desc,
     table,  # RowTable
-    counts_ptr,  # (W, E) int32
-    load_ptr,  # (experts of all ranks,) int64
+    tallies,  # Tallies
     link,
-    firsts,  # of each rank's experts, and the one after its last
-    afters,
+    ranges,  # ExpertRanges
     T,
     R,
     E,
@@ -183,8 +204,7 @@ def few_tokens_kernel(
     most,
     ids_at,
     rank,
-    V: tl.constexpr,  # DispatchVariant
-    ROLES: tl.constexpr,  # Roles
+    V: tl.constexpr,  # FewVariant
 ) -> None:
     """y_i = activation(rows @ w_i of each row's expert) for all i, and the table of the rows.
 
@@ -192,10 +212,12 @@ def few_tokens_kernel(
 
     Example: the head of this file. Rank 1 has ends [0, 2], ranks [0, 0], rows [0, 1], slots [1, 2].
     """
-    W: tl.constexpr = V.world_size
+    DISPATCH: tl.constexpr = V.dispatch
+    ROLES: tl.constexpr = V.roles
+    W: tl.constexpr = DISPATCH.world_size
     SENDERS: tl.constexpr = ROLES.senders
     CLERKS: tl.constexpr = ROLES.clerks
-    TILES: tl.constexpr = V.tiles
+    TILES: tl.constexpr = DISPATCH.tiles
     generation = signals.begin_call(link.signal_ptrs, rank)
     program = tl.program_id(0)
     scales_at = ids_at + 4 * W * most * ROLES.top_k
@@ -203,93 +225,21 @@ def few_tokens_kernel(
     pull = PulledRows(table, 0, 0, link, rank, generation, pitch, scales_at, fetched, K, most)
     call = DispatchTiles(pull, weights, Ns, None, w_desc, w2_desc, out)
     if program < SENDERS:
-        _send(x, ids_ptr, pull, firsts, afters, T, ids_at, V, ROLES)
+        _send_tokens(x, ids_ptr, pull, ranges, T, ids_at, DISPATCH, ROLES)
     elif program < SENDERS + CLERKS:
         came = wait_for_all_ranks(link, rank, generation, W, SENDERS)
         shown = _ids_of(link, rank, generation, ids_at)
-        first = tiles.element(firsts, rank, W)
+        first = tiles.element(ranges.firsts, rank, W)
         if came:
             for expert in range(program - SENDERS, E, CLERKS):
                 _tabulate(pull, shown, expert, first, W, ROLES)
-            _count(pull, shown, counts_ptr, load_ptr, E, firsts, afters, W, ROLES)
+            _count(pull, shown, tallies, E, ranges, W, ROLES)
     else:
         came = signals.wait_for_own(
-            link.signal_ptrs, rank, W, 1, 0, 0, E - 1, generation, link.timeout_ns, V.lanes
+            link.signal_ptrs, rank, W, 1, 0, 0, E - 1, generation, link.timeout_ns, DISPATCH.lanes
         )
-        experts = experts_of(table.ends, tl.where(came, E, 0), V.lanes, TILES.block_m)
+        experts = experts_of(table.ends, tl.where(came, E, 0), DISPATCH.lanes, TILES.block_m)
         programs = tl.num_programs(0) - SENDERS - CLERKS
-        make_tiles(call, experts, program - SENDERS - CLERKS, programs, came, V)
+        make_tiles(call, experts, program - SENDERS - CLERKS, programs, came, DISPATCH)
     if signals.end_call(link.signal_ptrs, rank, generation):
-        spoil_results(call, tl.cast(R, tl.int64), V)
-
-
-@triton.jit(do_not_specialize=["E", "parts", "part", "rank", "T", "experts"])
-def push_and_weigh_kernel(
-    hs,  # of PushTiles
-    h_desc,
-    h2_desc,
-    weights,
-    w_desc,
-    w2_desc,
-    table,
-    link,
-    E,
-    Ns,
-    H,
-    parts,
-    part,
-    pitch,
-    rank,
-    y_ptr,  # as `weigh_kernel` takes them
-    ids_ptr,
-    gates,
-    T,
-    experts,
-    V: tl.constexpr,  # PushVariant
-    W: tl.constexpr,  # WeighVariant
-    PUSHERS: tl.constexpr,
-) -> None:
-    """Both in one launch: the first PUSHERS programs push. Grid: more, the same on all ranks."""
-    generation = signals.begin_call(link.signal_ptrs, rank)
-    program = tl.program_id(0)
-    if program < PUSHERS:
-        call = PushTiles(
-            hs,
-            h_desc,
-            h2_desc,
-            weights,
-            w_desc,
-            w2_desc,
-            table,
-            link,
-            rank,
-            generation,
-            E,
-            Ns,
-            H,
-            parts,
-            part,
-            pitch,
-        )
-        push(call, program, PUSHERS, V)
-        tell_all_ranks(link, rank, program, generation, V.world_size)
-    else:
-        came = wait_for_all_ranks(link, rank, generation, V.world_size, PUSHERS)
-        weigh(
-            y_ptr,
-            ids_ptr,
-            gates,
-            link,
-            rank,
-            generation,
-            tl.where(came, T, 0),
-            H,
-            pitch,
-            experts,
-            program - PUSHERS,
-            tl.num_programs(0) - PUSHERS,
-            V.wire,
-            W,
-        )
-    if signals.end_call(link.signal_ptrs, rank, generation):
-        signals.spoil(y_ptr, tl.cast(T, tl.int64) * H)
+        spoil_results(call, tl.cast(R, tl.int64), DISPATCH)

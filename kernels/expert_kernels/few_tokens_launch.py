@@ -27,7 +27,13 @@ from weft.kernels.expert_kernels.expert_tiles import (
     expert_weights,
     lanes_for,
 )
-from weft.kernels.expert_kernels.few_tokens import Roles, few_tokens_kernel
+from weft.kernels.expert_kernels.few_tokens import (
+    ExpertRanges,
+    FewVariant,
+    Roles,
+    Tallies,
+    few_tokens_kernel,
+)
 
 
 @dataclass(frozen=True)
@@ -176,10 +182,24 @@ def launch_few_tokens(
     ys = [x.new_empty(R, N) for N in (Ns[:1] if pair else Ns)]
     sums = [x.new_empty(R, N) for N in Ns] if keep_sums else []
     table = RowTable(*(topk_ids.new_empty(n) for n in (E, R, R, R)))
-    counts, load = topk_ids.new_empty(W, E), topk_ids.new_empty(ends[-1], dtype=torch.int64)
+    tallies = Tallies(topk_ids.new_empty(W, E), topk_ids.new_empty(ends[-1], dtype=torch.int64))
     tiling = config.tiling
     describe = config.descriptors and (pair or len(weights) == 1)
     descs, w_transposed = described_experts(weights, tiling, describe)
+    dispatch = DispatchVariant(
+        weights=len(weights),
+        activation=activation,
+        tiles=tiling,
+        world_size=W,
+        lanes=lanes_for(E),
+        copies=0,
+        copy_m=1,
+        copy_n=config.roles.copy_n,
+        even_k=K % tiling.block_k == 0,
+        w_transposed=w_transposed,
+        quantized=quantize,
+        delivered=True,
+    )
     launching(few_tokens_kernel, config.programs)(
         Outputs(
             tuple(ys),
@@ -192,11 +212,9 @@ def launch_few_tokens(
         tuple(map(expert_weights, weights)),
         *descs,
         table,
-        counts,
-        load,
+        tallies,
         link_of(ws),
-        firsts,
-        afters,
+        ExpertRanges(firsts, afters),
         T,
         R,
         E,
@@ -206,21 +224,7 @@ def launch_few_tokens(
         most,
         ids_at,
         ws.rank,
-        V=DispatchVariant(
-            weights=len(weights),
-            activation=activation,
-            tiles=tiling,
-            world_size=W,
-            lanes=lanes_for(E),
-            copies=0,
-            copy_m=1,
-            copy_n=config.roles.copy_n,
-            even_k=K % tiling.block_k == 0,
-            w_transposed=w_transposed,
-            quantized=quantize,
-            delivered=True,
-        ),
-        ROLES=config.roles,
+        V=FewVariant(dispatch, config.roles),
         **tiling.options,
     )
-    return FewDispatched(ys, sums, table, counts, load)
+    return FewDispatched(ys, sums, table, *tallies)

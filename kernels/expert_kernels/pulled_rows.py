@@ -84,7 +84,7 @@ def delivered_rows(pull, rows, inside, dtype: tl.constexpr, QUANTIZED: tl.conste
 
 
 @triton.jit
-def _place_of(pull, number, first, last, across, V: tl.constexpr):
+def _pulled_places(pull, number, first, last, across, V: tl.constexpr):
     """Rows and columns of block `number` of rows first..last-1, and a mask of what is inside."""
     rows = first + number // across * V.copy_m + tl.arange(0, V.copy_m)
     columns = number % across * V.copy_n + tl.arange(0, V.copy_n)
@@ -92,8 +92,8 @@ def _place_of(pull, number, first, last, across, V: tl.constexpr):
 
 
 @triton.jit
-def _block_of(pull, number, first, last, across, dtype: tl.constexpr, V: tl.constexpr):
-    rows, columns, inside = _place_of(pull, number, first, last, across, V)
+def _pulled_block(pull, number, first, last, across, dtype: tl.constexpr, V: tl.constexpr):
+    rows, columns, inside = _pulled_places(pull, number, first, last, across, V)
     ptrs = rows_at_owners(pull, rows, rows < last, dtype)
     return tl.load(ptrs[:, None] + columns[None, :], mask=inside)
 
@@ -103,7 +103,7 @@ def _scales_of(pull, number, first, last, across, V: tl.constexpr):
     """Those of the rows of block `number`; 1 if they have none."""
     scales = 1.0
     if V.quantized:
-        rows, _, _ = _place_of(pull, number, first, last, across, V)
+        rows, _, _ = _pulled_places(pull, number, first, last, across, V)
         inside = rows < last
         shown = (_published(pull, rows, inside) + pull.numbers_at).to(tl.pointer_type(tl.float32))
         scales = tl.load(shown + tl.load(pull.table.rows + rows, mask=inside, other=0), mask=inside)
@@ -132,16 +132,16 @@ def fetch_rows(pull, V: tl.constexpr):
         last = tl.minimum(first + pull.chunk_rows, pull.total)
         blocks = tiles.cdiv(last - first, V.copy_m) * across
         # The next block is loaded while one is stored, which keeps a link busy.
-        block = _block_of(pull, 0, first, last, across, wire, V)
+        block = _pulled_block(pull, 0, first, last, across, wire, V)
         scales = _scales_of(pull, 0, first, last, across, V)
         for number in range(blocks):
-            following = _block_of(pull, number + 1, first, last, across, wire, V)
+            following = _pulled_block(pull, number + 1, first, last, across, wire, V)
             following_scales = _scales_of(pull, number + 1, first, last, across, V)
             if V.quantized:
                 values = rounded(tiles.widened(block) * scales[:, None], dtype)
             else:
                 values = block
-            rows, columns, inside = _place_of(pull, number, first, last, across, V)
+            rows, columns, inside = _pulled_places(pull, number, first, last, across, V)
             into = fetched.ptr + rows.to(tl.int64)[:, None] * pull.K
             tl.store(into + columns[None, :], values, mask=inside)
             block, scales = following, following_scales

@@ -11,6 +11,7 @@ it waits for first launches of peers alone, which wait for nobody.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -34,11 +35,17 @@ class WeighVariant:
     block_h: int
 
 
+class Weighed(NamedTuple):
+    """The result (T, H), ids (T, k) int32, and the Matrix of weights (T, k), or of None."""
+
+    y: Any
+    ids: Any
+    gates: Any
+
+
 @triton.jit
 def weigh(
-    y_ptr,
-    ids_ptr,
-    weights,
+    weighed,
     link,
     rank,
     generation,
@@ -52,6 +59,7 @@ def weigh(
     W: tl.constexpr,
 ):
     """Add up every `programs`-th block of y from number `program` on, of slots that are there."""
+    gates = weighed.gates
     TOP_K: tl.constexpr = W.top_k
     PARTS: tl.constexpr = W.parts
     BLOCK_T: tl.constexpr = W.block_t
@@ -63,7 +71,7 @@ def weigh(
         columns = block % across * BLOCK_H + tl.arange(0, BLOCK_H)
         acc = tiles.zeros(BLOCK_T, BLOCK_H)
         for j in tl.static_range(TOP_K):
-            ids = tl.load(ids_ptr + tokens * TOP_K + j, mask=tokens < T, other=-1)
+            ids = tl.load(weighed.ids + tokens * TOP_K + j, mask=tokens < T, other=-1)
             used = (ids >= 0) & (ids < experts)
             inside = used[:, None] & (columns < H)[None, :]
             slot = tiles.zeros(BLOCK_T, BLOCK_H)
@@ -71,13 +79,13 @@ def weigh(
                 rows = half + ((tokens * TOP_K + j) * PARTS + part) * pitch
                 ptrs = rows[:, None] + columns[None, :]
                 slot += tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
-            if weights.ptr is not None:
-                ptrs = weights.ptr + tokens * weights.stride_m + j * weights.stride_n
+            if gates.ptr is not None:
+                ptrs = gates.ptr + tokens * gates.stride_m + j * gates.stride_n
                 slot *= tl.load(ptrs, mask=used, other=0.0).to(tl.float32)[:, None]
             acc += slot
-        into = y_ptr + tokens[:, None] * H + columns[None, :]
+        into = weighed.y + tokens[:, None] * H + columns[None, :]
         inside = (tokens < T)[:, None] & (columns < H)[None, :]
-        tl.store(into, tiles.rounded(acc, y_ptr.dtype.element_ty), mask=inside)
+        tl.store(into, tiles.rounded(acc, weighed.y.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["T", "experts", "rank"])
@@ -104,9 +112,7 @@ def weigh_kernel(
         link.signal_ptrs, rank, WORLD_SIZE, 0, 0, generation, link.timeout_ns
     )
     weigh(
-        y_ptr,
-        ids_ptr,
-        weights,
+        Weighed(y_ptr, ids_ptr, weights),
         link,
         rank,
         generation,

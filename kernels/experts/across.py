@@ -204,7 +204,7 @@ def _tokens(levels: Levels, x: torch.Tensor, call: DispatchCall, op: str) -> _On
     return levels.out(packed(x) if call.quantize else x, op)
 
 
-def _come(way: _OnTheWay, x: torch.Tensor, call: DispatchCall) -> torch.Tensor:
+def _rows_come(way: _OnTheWay, x: torch.Tensor, call: DispatchCall) -> torch.Tensor:
     return unpacked(way.come(), x.dtype) if call.quantize else way.come()
 
 
@@ -215,7 +215,7 @@ def dispatch_forward(
     way = _tokens(levels, x, call, op)
     with levels.naming(op):
         near = host.dispatch_forward(levels.near_of(call), x, weights, keep, grads)
-    held = _come(way, x, call)
+    held = _rows_come(way, x, call)
     with levels.naming(op):
         far = host.dispatch_forward(levels.far_of(call), held, weights, keep, grads)
     hs = [*map(levels.together, near.hs, far.hs)]
@@ -247,7 +247,7 @@ def dispatch_backward(
     if again:
         (held,) = again
     elif any(needs_w) and rows is None:  # in a graph
-        held = _come(_tokens(levels, x, call, op), x, call)
+        held = _rows_come(_tokens(levels, x, call, op), x, call)
     near_rows, far_rows = (None, None) if rows is None else levels.apart(rows)
     near_dhs, far_dhs = levels.all_apart(dhs)
     near_kept, far_kept = levels.all_apart(kept)

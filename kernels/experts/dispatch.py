@@ -156,7 +156,7 @@ def dispatch_grouped_matmul(
     weights = [w] if isinstance(w, torch.Tensor) else list(w)
     epilogues.check_activation(activation, weights)
     check_quantize(quantize)
-    _check(x, weights)
+    _check_dispatched(x, weights)
     tp, traced, made = tensor_parallel_size, is_call_traced(x), None
     routing: Roster | Routing
     if isinstance(topk_ids, Routing):
@@ -230,7 +230,7 @@ def traced_dispatch(
     return made[: max(1, len(weights))]
 
 
-def _check(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
+def _check_dispatched(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
     if x.ndim != 2 or not x.is_floating_point():
         raise ValueError(f"x must be tokens (T, K) of floats, got {tuple(x.shape)} {x.dtype}")
     if not weights:

@@ -124,13 +124,13 @@ def combine_forward(
         push = Push(ex, routing, H, wire)
         for e, part in enumerate(routing.rows_of_expert):
             if part.stop > part.start:
-                push.rows(e, _result(h[part], None if w is None else w[e], wire))
+                push.rows(e, _on_the_wire(h[part], None if w is None else w[e], wire))
         tp = routing.tensor_parallel_size
         y = weighted_sum(push.collected(), weights, tp, sum_as or h.dtype)
         return ex.result(y)
 
 
-def _result(h: torch.Tensor, w: torch.Tensor | None, wire: torch.dtype) -> torch.Tensor:
+def _on_the_wire(h: torch.Tensor, w: torch.Tensor | None, wire: torch.dtype) -> torch.Tensor:
     """An expert's results as they travel."""
     if w is None:
         return h.to(wire)

@@ -278,7 +278,7 @@ def rostered(
     tokens, experts, extremes = map(list, zip(*told, strict=True))
     if sizes is not None and list(sizes) != tokens:
         raise ValueError(f"sizes must be the tokens of every rank, {tokens}, got {list(sizes)}")
-    _check(tp, experts, extremes, sum(experts[::tp]))
+    _check_experts(tp, experts, extremes, sum(experts[::tp]))
     return Roster(group, tp, ids, tokens, experts)
 
 
@@ -296,7 +296,7 @@ def routing_of(roster: Roster, capacity: int | None) -> Routing:
     everyones = gathered.reshape(-1)
     load = _counted(everyones, firsts[-1])
     counted = [load[low:high].sum() for low, high in pairwise(firsts)]
-    room = _room(counted, len(everyones), capacity, group.rank // tp)
+    room = _rows_of_room(counted, len(everyones), capacity, group.rank // tp)
     first = firsts[group.rank // tp]
     # Sorting keeps the order of those alike, which is that of ranks and slots.
     expert = everyones - first
@@ -361,7 +361,7 @@ def _told(
     return [(w >> 32, w >> 16 & 0xFFFF, (w & 0xFFFF) - (1 << 15)) for w in words]
 
 
-def _check(tp: int, experts: list[int], extremes: list[int], E: int) -> None:
+def _check_experts(tp: int, experts: list[int], extremes: list[int], E: int) -> None:
     """The same on every rank."""
     if any(experts[rank] != experts[rank // tp * tp] for rank in range(len(experts))):
         raise MismatchError(
@@ -391,7 +391,7 @@ def _filled(numbers: Sequence[int], ids: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.full((), n, dtype=torch.int64, device=ids.device) for n in numbers])
 
 
-def _room(counted: list[torch.Tensor], bound: int, capacity: int | None, mine: int) -> int:
+def _rows_of_room(counted: list[torch.Tensor], bound: int, capacity: int | None, mine: int) -> int:
     """How many rows this rank has room for; `counted` are those that come, `bound` is the most."""
     if not on_cpu(counted[0]):
         if capacity is None or capacity >= bound:

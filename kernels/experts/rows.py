@@ -178,7 +178,7 @@ def to_experts(x: torch.Tensor, routing: Routing, quantize: bool = False) -> tor
     if quantize:
         rows: torch.Tensor = _QuantizedRows.apply(x, routing)
         return rows
-    sent, sends, receives = _plan(routing)
+    sent, sends, receives = _sending_order(routing)
     rows = x.index_select(0, sent // routing.top_k)
     received = all_to_all(rows, receives, sends, routing.group)
     arrived = _arrivals(routing, sum(receives))
@@ -219,7 +219,7 @@ class _QuantizedRows(torch.autograd.Function):
 
 def to_tokens(rows: torch.Tensor, routing: Routing) -> torch.Tensor:
     """The results of all ranks for this rank's slots: (T, parts, columns), 0 for padding."""
-    sent, sends, receives = _plan(routing)
+    sent, sends, receives = _sending_order(routing)
     arrived = _arrivals(routing, sum(receives))
     results = all_to_all(rows.index_select(0, arrived), sends, receives, routing.group)
     T, tp = len(routing.topk_ids), routing.tensor_parallel_size
@@ -229,7 +229,7 @@ def to_tokens(rows: torch.Tensor, routing: Routing) -> torch.Tensor:
     return slots.index_copy(0, sent * tp + part, results).view(T, routing.parts, rows.shape[1])
 
 
-def _plan(routing: Routing) -> tuple[torch.Tensor, list[int], list[int]]:
+def _sending_order(routing: Routing) -> tuple[torch.Tensor, list[int], list[int]]:
     """The slots whose tokens are sent, in that order; how many to each rank, and from each."""
     tp, ids = routing.tensor_parallel_size, routing.topk_ids.reshape(-1)
     order = ids.argsort(stable=True)

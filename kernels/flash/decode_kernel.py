@@ -66,7 +66,7 @@ _MERGED = 4096
 
 
 @triton.jit
-def _send(value, lse, column, place, link, rank, generation, CUT: tl.constexpr):
+def _send_columns(value, lse, column, place, link, rank, generation, CUT: tl.constexpr):
     """Store columns of a result, from `column` on, in every rank's slot, the rank's own last.
 
     `place` is where the slot's item begins, in elements from the start of the half.
@@ -123,7 +123,7 @@ def _flash_decode_kernel(
         place = rank * slot_stride + tl.cast(item, tl.int64) * SHOWN
         if SPLIT == 1:
             value, lse = normalized(top, total, acc)
-            _send(value, lse, 0, place, link, rank, generation, CUT)
+            _send_columns(value, lse, 0, place, link, rank, generation, CUT)
         else:
             parts = scratch_ptr + tl.cast(item, tl.int64) * (SPLIT * SIZE)
             tiles.store_block(parts + part * SIZE, acc)
@@ -139,7 +139,7 @@ def _flash_decode_kernel(
                 if complete:
                     for column in range(0, CUT.block_d, CUT.merge_d):
                         value, lse = merge_slots(parts, SIZE, SPLIT, column, CUT, True)
-                        _send(value, lse, column, place, link, rank, generation, CUT)
+                        _send_columns(value, lse, column, place, link, rank, generation, CUT)
             else:
                 signals.signal_local(
                     signals.slot_ptr(link.signal_ptrs, rank, WORLD_SIZE, 0, rank, program),

@@ -65,13 +65,13 @@ def ring_grad_config(
     heads: int, kv_heads: int, rows: int, D: int, dtype: torch.dtype, world_size: int, chip: Chip
 ) -> RingGradConfig:
     """The launch for shards of at most `rows` queries, `heads` = B * H."""
-    dkv_m, dkv_n, dq_m, dq_n, *launched = _tiles(rows, D, dtype, chip)
+    dkv_m, dkv_n, dq_m, dq_n, *launched = _grad_tiles(rows, D, dtype, chip)
     options = ring_call.ring_options(heads, kv_heads, rows, D, dtype, world_size, chip, *launched)
     reduce_n = 16 if chip is INTERPRETER else 8  # 16 rows spill, 8 bytes on sm_90
     return RingGradConfig(dkv_m, dkv_n, dq_m, dq_n, reduce_n, **options)
 
 
-def _tiles(
+def _grad_tiles(
     rows: int, D: int, dtype: torch.dtype, chip: Chip
 ) -> tuple[int, int, int, int, int, int]:
     """dkv_m, dkv_n, dq_m, dq_n, warps and stages: of those tried, the largest that spill least."""

@@ -84,11 +84,11 @@ def fuse_attention(graph: Graph) -> tuple[list[Receipt], dict[Node, str]]:
     stay: dict[Node, str] = {}
     for node in [each for each in graph.nodes if _named(each) in _FORWARD]:
         given = _arguments(node)
-        keys, values = (_shards_of(given[name]) for name in ("key", "value"))
+        keys, values = (_gathered_shards(given[name]) for name in ("key", "value"))
         gathers = [each.gather for each in (keys, values) if each is not None]
         try:
             if keys is not None and values is not None:
-                gone += _attend(graph, node, given, keys, values)
+                gone += _replace_attention(graph, node, given, keys, values)
             else:
                 stay |= dict.fromkeys(gathers, "keys and values are not both gathered")
         except _RefusedError as refused:
@@ -96,7 +96,7 @@ def fuse_attention(graph: Graph) -> tuple[list[Receipt], dict[Node, str]]:
     return gone, stay
 
 
-def _attend(
+def _replace_attention(
     graph: Graph, node: Node, given: dict[str, Any], keys: _Shards, values: _Shards
 ) -> list[Receipt]:
     """Replace one attention, and its gradient if there is one.
@@ -111,7 +111,7 @@ def _attend(
         raise _RefusedError("keys and values are gathered over other ranks")
     if _dim_after(keys) != 2 or _dim_after(values) != 2:
         raise _RefusedError("keys are gathered along another dim than that of the sequence")
-    options, gathers = _options(given, world_of(group)), (keys.gather, values.gather)
+    options, gathers = _ring_options(given, world_of(group)), (keys.gather, values.gather)
     what = f"attention, {options[2]} causal" if options[0] else "attention"
     backward = _gradient_of(node, keys, values)
     sums = [] if backward is None else [_sum_of(backward, i, parts, group) for i in (1, 2)]
@@ -124,10 +124,10 @@ def _attend(
     k, v = (_replayed(at, each.shard, each.steps, each.dim) for each in (keys, values))
     made = at.call(_ops.ring_attention.default, q, k, v, group, *options)
     out, lse = (at.call(operator.getitem, made, i) for i in (0, 1))
-    _tell(node, made, out, lse)
+    _copy_notes(node, made, out, lse)
     for user in list(node.users):
-        if _place(user) < 2:
-            at.restride(user, lse if _place(user) else out)
+        if _result_index(user) < 2:
+            at.restride(user, lse if _result_index(user) else out)
     if backward is None:
         _erase(node)
         return told
@@ -139,9 +139,9 @@ def _attend(
         q, k, v, out, lse, dy, None, group, *options, None, None,
     )  # fmt: skip
     pieces = [at.call(operator.getitem, grads, i) for i in range(3)]
-    _tell(backward, grads, *pieces)
+    _copy_notes(backward, grads, *pieces)
     for user in list(backward.users):
-        if _place(user) == 0:
+        if _result_index(user) == 0:
             at.restride(user, pieces[0])
     for found, dx, of in zip(sums, pieces[1:], (keys, values), strict=True):
         if found is not None:
@@ -162,7 +162,7 @@ def _erase(node: Node) -> None:
         erase(node.graph, result)
 
 
-def _place(result: Node) -> int:
+def _result_index(result: Node) -> int:
     """Among the results of what it is of."""
     place: Any = result.args[1]
     assert isinstance(place, int)
@@ -182,7 +182,7 @@ def _arguments(node: Node) -> dict[str, Any]:
     return found | node.kwargs
 
 
-def _tell(of: Node, *made: Node) -> None:
+def _copy_notes(of: Node, *made: Node) -> None:
     """What torch has noted of `of`, such as which half it belongs to, for what replaces it."""
     for node in made:
         node.meta = {**of.meta, "val": node.meta["val"]}
@@ -194,7 +194,7 @@ def _is_step(node: Any) -> bool:
     return is_call(node, *kinds) or is_reshape(node) or is_cast(node)
 
 
-def _shards_of(node: Node) -> _Shards | None:
+def _gathered_shards(node: Node) -> _Shards | None:
     """What gathers `node`, if it is gathered and has no use but here."""
     steps: list[Node] = []
     while _is_step(node):
@@ -215,11 +215,11 @@ def _dim_after(shards: _Shards) -> int:
     """Where the gathered dim is, as attention takes it; -1 if it is mixed with others."""
     dim = shards.dim
     for step in shards.steps:
-        dim = _moved(step, dim)
+        dim = _dim_through(step, dim)
     return dim
 
 
-def _moved(step: Node, dim: int) -> int:
+def _dim_through(step: Node, dim: int) -> int:
     """Where a step takes a dim; -1 if it does not keep it."""
     before = step.all_input_nodes[0]
     if dim < 0:
@@ -242,7 +242,7 @@ def _replayed(
     """What `steps` make of a shard, whose dim `dim` is cut; in the end of the sizes `last`."""
     for step in steps:
         sizes = [*shape(step)]
-        moved = _moved(step, dim)
+        moved = _dim_through(step, dim)
         if is_reshape(step) and not is_call(step, aten.permute.default):
             sizes[moved] = at.size(node, dim)
             node = at.call(aten.reshape.default, node, sizes)
@@ -275,7 +275,7 @@ def _gradient_of(node: Node, keys: _Shards, values: _Shards) -> Node | None:
         walk(shards.gather, _is_way, "what is gathered has other uses")
     for user in node.users:
         # Only its gradient takes the log-sum-exp, states of dropout and the like.
-        walk(user, _is_alias, "" if _place(user) == 0 else "its log-sum-exp has other uses")
+        walk(user, _is_alias, "" if _result_index(user) == 0 else "its log-sum-exp has other uses")
     if not found:
         return None
     backward, *others = found
@@ -304,7 +304,7 @@ def _sum_of(backward: Node, place: int, parts: int, group: Any) -> tuple[Node, l
     Raises:
         _RefusedError: something else is done with it.
     """
-    grads = [user for user in backward.users if _place(user) == place and user.users]
+    grads = [user for user in backward.users if _result_index(user) == place and user.users]
     if not grads:
         return None
     node, steps = grads[0], list[Node]()
@@ -316,7 +316,7 @@ def _sum_of(backward: Node, place: int, parts: int, group: Any) -> tuple[Node, l
         below = next(iter(below.users))
     dim = 2
     for step in steps:
-        dim = _moved(step, dim)
+        dim = _dim_through(step, dim)
     if is_call(below, c10d.reduce_scatter_tensor.default):
         source, *how = below.args
         assert isinstance(source, Node)
@@ -326,7 +326,7 @@ def _sum_of(backward: Node, place: int, parts: int, group: Any) -> tuple[Node, l
     raise _RefusedError("gradients of keys are not summed and scattered as keys are gathered")
 
 
-def _options(given: dict[str, Any], place: tuple[int, int]) -> list[Any]:
+def _ring_options(given: dict[str, Any], place: tuple[int, int]) -> list[Any]:
     """causal, scale, layout, window and documents, as ring attention takes them.
 
     Raises:

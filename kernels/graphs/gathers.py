@@ -74,7 +74,7 @@ def fuse_gather(graph: Graph, node: Node) -> Outcome:
     order = {each: i for i, each in enumerate(graph.nodes)}
     own = _own_scales(products[0], node)
     alike = [p for p in products if (_dtype(p), _own_scales(p, node)) == (_dtype(products[0]), own)]
-    products = _together(alike, order)
+    products = _made_together(alike, order)
     others = {user for each in rows for user in each.users} - {*products, *rows}
     early = [*others, *whole.users] if others else []
     at = Builder(graph, min([*products, *early], key=order.__getitem__))
@@ -86,7 +86,7 @@ def fuse_gather(graph: Graph, node: Node) -> Outcome:
         return "", "what multiplies it is gathered later", True
     weights = [at.matrix(each) for each in at.hoisted(weights)]
     biases = at.hoisted(biases)
-    value, scaling = x.meta["val"], _scaling(at, at.hoisted(scales), products[0], own)
+    value, scaling = x.meta["val"], _scale_arguments(at, at.hoisted(scales), products[0], own)
     # The op takes an empty one in the place of none; packages of AOTInductor lose empty lists.
     none = at.call(aten.empty.memory_format, [0], dtype=value.dtype, device=value.device)
     given = [none if bias is None else bias for bias in biases]
@@ -187,7 +187,7 @@ def _contract(graph: Graph, gather: Node, rows: list[Node], dim: int) -> int:
     if not products or dim == len(shape(whole)) - 1 or not x.meta["val"].is_floating_point():
         return 0
     at = Builder(graph, min(products, key=order.__getitem__))
-    if len(_together([*products], order)) < len(products) or not at.can_hoist(others):
+    if len(_made_together([*products], order)) < len(products) or not at.can_hoist(others):
         return 0
     dys = []
     for product, other in zip(products, at.hoisted(others), strict=True):
@@ -234,7 +234,7 @@ def _own_scales(product: Node, gather: Node) -> Node | None:
     return own if [*map(str, shape(own))] == [*rows, "1"] and len(rows) == 1 else None
 
 
-def _scaling(at: Builder, scales: list[Node], product: Node, own: Node | None) -> list[Any]:
+def _scale_arguments(at: Builder, scales: list[Node], product: Node, own: Node | None) -> list[Any]:
     """scale_a, scale_b and out_dtype. A scale of this rank's for the rows of all goes with w."""
     if not scales:
         return []
@@ -274,7 +274,7 @@ def _takes(product: Node, rows: Node, gather: Node) -> bool:
     return isinstance(bias, Node) and len(shape(bias)) == 1
 
 
-def _together(products: list[Node], order: dict[Node, int]) -> list[Node]:
+def _made_together(products: list[Node], order: dict[Node, int]) -> list[Node]:
     """Those that one op can make, and that are made at about one time.
 
     None of them needs another, and no other collective stands between: results that are far apart

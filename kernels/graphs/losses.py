@@ -21,6 +21,7 @@ import torch
 from torch.fx import Graph, Node
 
 from weft.collectives.custom_ops import world_of
+from weft.kernels.engine.local_matmul import sum_dtype
 from weft.kernels.graphs.building import Builder, ancestors, erase, evaluated
 from weft.kernels.graphs.chains import (
     aten,
@@ -74,9 +75,9 @@ def _exchange(graph: Graph, largest: Node) -> list[Receipt]:
         return []
     for node in graph.nodes:
         if _reduces(node, "sum") and node.args[2] == group:
-            forget_in_place(_arrived(node))
-    forget_in_place(_arrived(largest))
-    shifted = [user for user in _users(_arrived(largest)) if _subtracts(user, x)]
+            forget_in_place(_result_of(node))
+    forget_in_place(_result_of(largest))
+    shifted = [user for user in _users_of_values(_result_of(largest)) if _subtracts(user, x)]
     found = [
         (e, total)
         for each in shifted
@@ -84,13 +85,13 @@ def _exchange(graph: Graph, largest: Node) -> list[Receipt]:
         if is_call(e, aten.exp.default)
         for rows in e.users
         if _sums_rows(rows)
-        for total in _users(rows)
+        for total in _users_of_values(rows)
         if _reduces(total, "sum") and total.args[2] == group
     ]
     if len(found) != 1:
         return []
     ((raised, total),) = found
-    picks = [pick for node in graph.nodes if (pick := _pick(node, shifted, total))]
+    picks = [pick for node in graph.nodes if (pick := _find_pick(node, shifted, total))]
     at = Builder(graph, largest)
     needed = [pick.mask for pick in picks]
     needed += [n for pick in picks for step in pick.steps for n in step.all_input_nodes]
@@ -103,18 +104,18 @@ def _exchange(graph: Graph, largest: Node) -> list[Receipt]:
     told = [receipt_of(each, "all_gather", _WHY) for each in collectives]
     *values, exponent = _made(at, x, largest, picks)
     for collective, value in zip(collectives, values, strict=True):
-        arrived, given = _arrived(collective), collective.all_input_nodes[0]
+        arrived, given = _result_of(collective), collective.all_input_nodes[0]
         here = Builder(graph, arrived)
         here.replace(arrived, here.call(aten.reshape.default, value, here.sizes(given)))
     at.replace(raised, exponent)
-    for old in (raised, *map(_arrived, collectives)):
+    for old in (raised, *map(_result_of, collectives)):
         erase(graph, old)
     return told
 
 
 def _made(at: Builder, x: Node, largest: Node, picks: list[_Pick]) -> list[Node]:
     """M, S, and what is at the targets, each (*rows, 1), and exp(x - M)."""
-    dtype, group = _wide(x), largest.args[2]
+    dtype, group = sum_dtype(x.meta["val"]), largest.args[2]
     column = [*at.sizes(x)[:-1], 1]
     own = at.call(aten.reshape.default, largest.all_input_nodes[0], column)
     if x.meta["val"].dtype != dtype:
@@ -151,22 +152,17 @@ def _made(at: Builder, x: Node, largest: Node, picks: list[_Pick]) -> list[Node]
     return [*values, at.call(aten.mul.Tensor, e, factor)]
 
 
-def _wide(x: Node) -> torch.dtype:
-    """In which numbers of x are exchanged."""
-    return torch.float64 if x.meta["val"].dtype == torch.float64 else torch.float32
-
-
 def _reduces(node: Any, op: str) -> bool:
     return is_call(node, c10d.all_reduce.default) and node.args[1] == op and bool(waited(node))
 
 
-def _arrived(collective: Node) -> Node:
+def _result_of(collective: Node) -> Node:
     found = waited(collective)
     assert found is not None
     return found
 
 
-def _users(node: Node) -> list[Node]:
+def _users_of_values(node: Node) -> list[Node]:
     """Its users, and those of what it is reshaped to."""
     alike = [node]
     for each in alike:  # it grows
@@ -212,7 +208,7 @@ def _sums_rows(node: Node) -> bool:
     return is_sum and _is_last(node.args[1], node.all_input_nodes[0])
 
 
-def _pick(total: Node, shifted: list[Node], sums: Node) -> _Pick | None:
+def _find_pick(total: Node, shifted: list[Node], sums: Node) -> _Pick | None:
     """What is at the target, if `total` sums that over ranks."""
     if not _reduces(total, "sum") or total.args[2] != sums.args[2] or total is sums:
         return None
@@ -263,7 +259,7 @@ def _is_lowered(node: Node, shifted: list[Node], sums: Node) -> bool:
     S: Any = log.args[0] if is_call(log, aten.log.default) else None
     while is_reshape(S):
         S = S.args[0]
-    return S is _arrived(sums)
+    return S is _result_of(sums)
 
 
 def _is_zero(node: Any) -> bool:
@@ -285,7 +281,9 @@ def _selected(at: Builder, pick: _Pick, x: Node) -> Node:
             continue
         args, kwargs = torch.fx.map_arg((step.args, step.kwargs), lambda n: made.get(n, n))
         if is_call(step, aten.index_put.default):
-            zero = at.call(torch.ops.prims.convert_element_type.default, args[2], _wide(x))
+            zero = at.call(
+                torch.ops.prims.convert_element_type.default, args[2], sum_dtype(x.meta["val"])
+            )
             args = (*args[:2], zero)
         target: Any = step.target
         made[step] = at.call(target, *args, **kwargs)

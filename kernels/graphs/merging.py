@@ -48,7 +48,7 @@ def merge_sums(graph: Graph) -> dict[Node, list[str]]:
         if len(merged) < 2 or not _is_close(node, total, merged):
             continue
         collectives = [each.all_input_nodes[0] for each in merged]
-        made = _one(Builder(graph, total), collectives)
+        made = _merged_sum(Builder(graph, total), collectives)
         lines[made.all_input_nodes[0]] = [line_of(each) for each in collectives[1:]]
         at = Builder(graph, total)
         for each in addends:
@@ -75,7 +75,7 @@ def _addends(node: Node, total: Node) -> list[Node]:
     """What is added up to make `node`, in order."""
     if node is total or len(node.users) == 1:
         if is_sum(node):
-            return [each for arg in _terms(node) for each in _addends(arg, total)]
+            return [each for arg in _summands(node) for each in _addends(arg, total)]
         if _keeps_shape(node):
             found = _addends(node.all_input_nodes[0], total)
             return (
@@ -84,7 +84,7 @@ def _addends(node: Node, total: Node) -> list[Node]:
     return [node]
 
 
-def _terms(sum_: Node) -> list[Node]:
+def _summands(sum_: Node) -> list[Node]:
     return [arg for arg in sum_.args if isinstance(arg, Node)]
 
 
@@ -99,8 +99,8 @@ def _is_like(wait: Node, collective: Node) -> bool:
         return False
     if (node.target, node.args[1:]) != (collective.target, collective.args[1:]):
         return False
-    whole, dim = _cut(node)
-    if dim != _cut(collective)[1] or (dim == len(shape(whole)) - 1 and dim > 0):
+    whole, dim = _sum_and_cut(node)
+    if dim != _sum_and_cut(collective)[1] or (dim == len(shape(whole)) - 1 and dim > 0):
         return False
     terms, refusal = terms_of(node, whole)
     dtype = whole.meta["val"].dtype
@@ -112,7 +112,7 @@ def _scatters(collective: Node) -> bool:
     return is_call(collective, c10d.reduce_scatter_tensor.default)
 
 
-def _cut(collective: Node) -> tuple[Node, int]:
+def _sum_and_cut(collective: Node) -> tuple[Node, int]:
     """What is summed, and along which dim it is cut; 0 if it is not."""
     source, *_ = collective.args
     assert isinstance(source, Node)
@@ -132,12 +132,12 @@ def _is_close(first: Node, total: Node, merged: list[Node]) -> bool:
     return True
 
 
-def _one(at: Builder, collectives: list[Any]) -> Node:
+def _merged_sum(at: Builder, collectives: list[Any]) -> Node:
     """What arrives of the sum of what these move."""
     first = collectives[0]
-    total, dim = _cut(first)
+    total, dim = _sum_and_cut(first)
     for each in collectives[1:]:
-        total = at.call(aten.add.Tensor, total, _cut(each)[0])
+        total = at.call(aten.add.Tensor, total, _sum_and_cut(each)[0])
     if dim > 0:
         pieces = first.args[0].args[0]
         split = pieces[0].args[0]

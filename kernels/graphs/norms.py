@@ -78,7 +78,7 @@ def _is_quicker(sum_: torch.Tensor) -> bool:
 def _norm_of(arrived: Node) -> Norm | None:
     """The norm, and what is added before; None where something else takes the sum alone."""
     dtype, alone = arrived.meta["val"].dtype, _alike(arrived)
-    users = _users(alone)
+    users = _other_users(alone)
     adds = [user for user in users if is_call(user, aten.add.Tensor) and not user.kwargs]
     h, residual = arrived, None
     if adds:
@@ -93,14 +93,14 @@ def _norm_of(arrived: Node) -> Norm | None:
         if value.dtype != dtype or str(value.shape) != str(arrived.meta["val"].shape):
             return None
     alike = _alike(h)
-    for square in _users(alike):
-        scale = _inverse_rms(square, alike)
+    for square in _other_users(alike):
+        scale = _find_inverse_rms(square, alike)
         for product in scale[0].users if scale else ():
             if scale and is_call(product, aten.mul.Tensor) and alike & {*product.args}:
-                y, weight = _weighted(product, dtype)
+                y, weight = _find_weight(product, dtype)
                 # What is rounded only after the norm must have no other use as it is.
                 exact = h.meta["val"].dtype == dtype
-                if y is not None and (exact or not _users(alike, dtype) - {square, product}):
+                if y is not None and (exact or not _other_users(alike, dtype) - {square, product}):
                     return Norm(h, y, residual, weight, scale[1])
     return None
 
@@ -118,7 +118,7 @@ def _alike(node: Node) -> set[Node]:
     return set(found)
 
 
-def _users(alike: Iterable[Node], but_casts_to: torch.dtype | None = None) -> set[Node]:
+def _other_users(alike: Iterable[Node], but_casts_to: torch.dtype | None = None) -> set[Node]:
     """All users of these, but these themselves, and casts."""
     users = {user for each in alike for user in each.users} - {*alike}
     return {
@@ -126,7 +126,7 @@ def _users(alike: Iterable[Node], but_casts_to: torch.dtype | None = None) -> se
     }
 
 
-def _inverse_rms(square: Node, of: set[Node]) -> tuple[Node, float] | None:
+def _find_inverse_rms(square: Node, of: set[Node]) -> tuple[Node, float] | None:
     """1 / sqrt(mean of a square of `of` + eps), and eps."""
     if is_call(square, aten.mul.Tensor):
         squared = square.args[0] is square.args[1]
@@ -146,7 +146,7 @@ def _inverse_rms(square: Node, of: set[Node]) -> tuple[Node, float] | None:
     return (root, float(eps)) if isinstance(eps, (int, float)) else None
 
 
-def _weighted(product: Node, dtype: torch.dtype) -> tuple[Node | None, Node | None]:
+def _find_weight(product: Node, dtype: torch.dtype) -> tuple[Node | None, Node | None]:
     """The last of what only casts and a weight make of `product` in `dtype`, and the weight."""
     node, y, weight, last = product, None, None, None
     while True:

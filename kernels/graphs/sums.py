@@ -61,7 +61,9 @@ def fuse_scatter(graph: Graph, node: Node) -> Outcome:
         return "", "it is scattered along the features", True
     at = Builder(graph, node)
     if len(terms) == 1:
-        made = _one(at, node, terms[0], whole, _ops.matmul_reduce_scatter.default, group, dim, op)
+        made = _op_on_product(
+            at, node, terms[0], whole, _ops.matmul_reduce_scatter.default, group, dim, op
+        )
         name, what = "matmul_reduce_scatter", "a matmul"
     else:
         made = _several(at, node, terms, whole, dim)
@@ -88,7 +90,7 @@ def reduce(graph: Graph, node: Node) -> Outcome:
         return "", refusal or _NOT_WAITED, bool(terms)
     at = Builder(graph, node)
     if len(terms) == 1:
-        made = _one(at, node, terms[0], whole, _ops.matmul_all_reduce.default, group, op)
+        made = _op_on_product(at, node, terms[0], whole, _ops.matmul_all_reduce.default, group, op)
         name, what = "matmul_all_reduce", "a matmul"
     else:
         parts = ranks_of(node)
@@ -137,7 +139,7 @@ def _scaled(at: Builder, made: Node, factors: list[Node]) -> Node:
     return made
 
 
-def _one(
+def _op_on_product(
     at: Builder, collective: Node, product: Node, whole: Node, target: Any, *rest: Any
 ) -> Node:
     """The op on what `product` multiplies."""

@@ -75,7 +75,7 @@ def head_grad_config(
     return config
 
 
-def _area_bytes(q: torch.Tensor, k: torch.Tensor, geometry: Geometry) -> list[int]:
+def _grad_area_bytes(q: torch.Tensor, k: torch.Tensor, geometry: Geometry) -> list[int]:
     kv_heads, m, D = k.shape[0] * k.shape[1], max(geometry.k_sizes), k.shape[3]
     slots = slots_for(q.shape[1], k.shape[1], len(geometry.k_sizes))
     rows, numbers = head_units.rows_bytes(q, geometry), head_units.numbers_bytes(q, geometry)
@@ -86,12 +86,12 @@ def _area_bytes(q: torch.Tensor, k: torch.Tensor, geometry: Geometry) -> list[in
 
 def workspace_for(q: torch.Tensor, k: torch.Tensor, group: Group, geometry: Geometry) -> Workspace:
     """The group's workspace with room for the largest shard of all."""
-    nbytes = head_units.offsets_of(_area_bytes(q, k, geometry))[-1]
+    nbytes = head_units.offsets_of(_grad_area_bytes(q, k, geometry))[-1]
     return workspace(group, nbytes, channel="heads", device=q.device)
 
 
 @triton.jit
-def _make_dq(dq_ptr, arrivals, owner, call, ring, SHAPE: tl.constexpr):
+def _make_owners_dq(dq_ptr, arrivals, owner, call, ring, SHAPE: tl.constexpr):
     """dq of the queries of `owner`, stored where it belongs. Returns the new `arrivals`."""
     D: tl.constexpr = SHAPE.head_dim
     WORLD_SIZE: tl.constexpr = SHAPE.world_size
@@ -160,7 +160,7 @@ def _head_attention_backward_kernel(
         # A second loop: what is invariant in a loop stays in registers through all of it.
         for step in range(1, SHAPE.world_size + 1):
             owner = (rank + step) % SHAPE.world_size
-            arrivals = _make_dq(dq_ptr, arrivals, owner, call, ring, SHAPE)
+            arrivals = _make_owners_dq(dq_ptr, arrivals, owner, call, ring, SHAPE)
             if step < SHAPE.world_size:
                 ring_keys.announce_results(arrivals, ring, owner, SHAPE)
         # Other threads stored this rank's own parts than will read them next.
@@ -205,7 +205,7 @@ def launch_head_attention_backward(
     queries = temporary(q.new_empty(tokens * ring_call.pitch_of(D, q.dtype)))
     pieces = queries, temporary(lse.new_empty(tokens))
     most = range(-(-H // W))  # heads of a rank
-    offsets = head_units.offsets_of(_area_bytes(q, k, geometry))
+    offsets = head_units.offsets_of(_grad_area_bytes(q, k, geometry))
     _, at_q, at_dout, at_lse, at_delta, at_dq, at_parts, _ = offsets
     stagger = head_units.stagger_of(geometry.q_spans, B * len(most), config.dq_m)
     kv_stagger = head_units.stagger_of(

@@ -98,8 +98,8 @@ def found(
         weights = dict(experts.named_parameters())
         layout = ExpertLayout(_names(weights, activation))
     else:
-        layout, weights = _listed(experts, activation)
-    E, H, F = _sizes(layout, weights)
+        layout, weights = _listed_weights(experts, activation)
+    E, H, F = _expert_sizes(layout, weights)
     for role in layout.roles:
         shape = layout.shape(role, (E, H, F) if role == "down_proj" else (E, F, H))
         for key in layout.keys(range(E), role):
@@ -107,7 +107,7 @@ def found(
     return layout, weights, (E, F, H)
 
 
-def _listed(
+def _listed_weights(
     experts: Sequence[nn.Module] | nn.ModuleList, activation: Activation
 ) -> tuple[ExpertLayout, dict[str, torch.Tensor]]:
     if not len(experts) or not all(isinstance(expert, nn.Module) for expert in experts):
@@ -168,7 +168,7 @@ def _check_activation(module: nn.Module, activation: Activation) -> None:
         raise ValueError(f"what {kind} does with gate and up, {own}, is not {activation=}")
 
 
-def _sizes(layout: ExpertLayout, weights: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
+def _expert_sizes(layout: ExpertLayout, weights: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
     """E, H and F."""
     (key, *_) = layout.keys([0], "down_proj")
     down = weights[key]

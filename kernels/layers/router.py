@@ -6,6 +6,8 @@ from typing import Literal
 
 import torch
 
+from weft.kernels.engine.local_matmul import in_sum_dtype
+
 
 def topk_router(
     logits: torch.Tensor,
@@ -58,7 +60,7 @@ def topk_router(
             f"k must be 1 to {E // groups * chosen_groups}, the experts that a token may go to, "
             f"got {k}"
         )
-    wide = logits if logits.dtype == torch.float64 else logits.float()
+    wide = in_sum_dtype(logits)
     scores = wide.softmax(-1) if scoring == "softmax" else wide.sigmoid()
     ranked = scores.detach() if bias is None else scores.detach() + bias.detach()
     if chosen_groups < groups:

@@ -24,7 +24,7 @@ from weft.collectives.ranks.group import GroupLike, process_group
 from weft.collectives.ranks.traced import is_call_traced
 from weft.collectives.sizes import known_sizes
 from weft.kernels.engine.autocast import outside_autocast
-from weft.kernels.engine.local_matmul import on_cpu
+from weft.kernels.engine.local_matmul import in_sum_dtype, on_cpu
 from weft.kernels.engine.replicated import Spread, Summed
 from weft.kernels.layers.module import REQUIRED, ParallelModule, chosen_dim
 from weft.kernels.layers.split import Split
@@ -287,7 +287,7 @@ class _Loss(NamedTuple):
         softmax(x) - (1 - s) [1 at the target] - s / V, with label smoothing s and V classes.
         """
         place, here, counted = rows
-        dx = (_wide(x) - lse.unsqueeze(-1)).exp()
+        dx = (in_sum_dtype(x) - lse.unsqueeze(-1)).exp()
         if self.smoothing:
             dx = dx - self.smoothing / self.classes
         if x.shape[-1]:
@@ -309,14 +309,16 @@ class _CrossEntropy(torch.autograd.Function):
         place, here, counted = rows = _Rows(*tensors)
         smoothing = call.smoothing
         parts = logits.split(_rows_a_part(logits))
-        told = [torch.cat([_wide(part).logsumexp(-1) for part in parts])]
+        told = [torch.cat([in_sum_dtype(part).logsumexp(-1) for part in parts])]
         if logits.shape[-1]:
-            right = _wide(logits.gather(-1, place.unsqueeze(-1)).squeeze(-1)).where(here, 0.0)
+            right = in_sum_dtype(logits.gather(-1, place.unsqueeze(-1)).squeeze(-1)).where(
+                here, 0.0
+            )
         else:
             right = torch.zeros_like(told[0])
         told.append(right)
         if smoothing:
-            told.append(torch.cat([_wide(part).sum(-1) for part in parts]))
+            told.append(torch.cat([in_sum_dtype(part).sum(-1) for part in parts]))
         every = call.gather(torch.stack(told)).unbind(1)
         lse, right = every[0].logsumexp(0), every[1].sum(0)
         if smoothing:
@@ -331,7 +333,7 @@ class _CrossEntropy(torch.autograd.Function):
         call: _Loss = ctx.call
         logits, lse, *tensors = ctx.saved_tensors
         if torch.is_grad_enabled():  # by ops that are differentiable themselves
-            lse = call.gather(_wide(logits).logsumexp(-1)).logsumexp(0)
+            lse = call.gather(in_sum_dtype(logits).logsumexp(-1)).logsumexp(0)
             grad = Spread.apply(grad, resolve(call.group))
             dx = call.gradient(logits, lse, grad, _Rows(*tensors))
         else:
@@ -353,10 +355,6 @@ def _rows_a_part(logits: torch.Tensor) -> int:
         return max(len(logits), 1)
     nbytes = 512 << 10 if on_cpu(logits) else 256 << 20
     return max(nbytes // (4 * max(logits.shape[-1], 1)), 1)
-
-
-def _wide(logits: torch.Tensor) -> torch.Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 @torch.no_grad()

@@ -25,11 +25,8 @@ from typing import Any
 
 import torch
 
-from weft import settings
 from weft.collectives import Group, all_gather, resolve
-from weft.collectives.device.launches import layouts_of
 from weft.collectives.memory.repeatable import repeatable
-from weft.collectives.profiled import profiler_enabled
 from weft.collectives.ranks.group import GroupLike, group_name
 from weft.collectives.ranks.traced import is_call_traced
 from weft.collectives.sizes import known_sizes
@@ -42,17 +39,17 @@ from weft.kernels.engine.local_matmul import (
     as_rows,
     check_operands,
     conjugated,
-    needs_gradient,
 )
-from weft.kernels.engine.plans import Plans
+from weft.kernels.matmul.fused_op import FusedFunction, FusedOp, plan_of
 from weft.kernels.matmul.gather_engines import (
+    BACKWARD,
+    FORWARD,
     GatherCall,
     GatherGradient,
     GatherPlan,
+    Made,
     gather_problem,
     generic_backward,
-    run_backward,
-    run_forward,
 )
 
 
@@ -129,10 +126,10 @@ def all_gather_matmul(
     saves = bool(keep_gathered) and needs_w
     if is_call_traced(x):  # see `custom_ops`
         columns = scaling and scaling.columns
-        traced = torch.ops.weft.all_gather_matmul(
+        traced = OP.traced(
             x,
             weights,
-            _listed(x, biases),
+            _bias_list(x, biases),
             group_name(group),
             gather_dim,
             sizes,
@@ -161,17 +158,14 @@ def all_gather_matmul(
     lengths = known_sizes(x, group, gather_dim, sizes, "all_gather_matmul")
     given = [*weights, *biases, *(scaling.tensors if scaling else ())]
     dtype = scaling.out_dtype if scaling else x.dtype
-    key = (
-        group, gather_dim, *lengths, dtype, len(weights), settings.current_engine(),
-        *layouts_of((x, *given)),
-    )  # fmt: skip
+    key = gather_dim, *lengths, dtype, len(weights)
 
     def planned() -> GatherPlan:
         K = sum(lengths) if contracted else x.shape[-1]
         check_operands(x, K, weights, biases, dtype)
-        return _planned(x, weights, group, gather_dim, lengths)
+        return _gather_plan(x, weights, group, gather_dim, lengths)
 
-    plan = _plans.of(key, planned)
+    plan = plan_of(OP.name, group, key, (x, *given), planned)
     front, engine = x.movedim(gather_dim, 0) if gather_dim else x, plan.engine
     batch = front.shape[1:-1]
     if engine == "generic":
@@ -192,11 +186,7 @@ def all_gather_matmul(
         asked = return_gathered, saves, activation
         call = GatherCall(group, engine, 0, plan.rows, *asked, scaling, plan.told, plan)
         flat = as_rows(front) if front.ndim > 2 else front
-        results: Sequence[torch.Tensor]
-        if profiler_enabled() or needs_gradient((x, *given)):
-            results = _AllGatherMatmul.apply(call, flat, *weights, *biases)
-        else:  # 5 us less
-            results = run_forward(call, flat, weights, biases, keep_sums=False).results
+        results: Sequence[torch.Tensor] = OP.apply(call, flat, *weights, *biases)
         whole = [
             r.view(sum(lengths), *batch, r.shape[1]).movedim(0, gather_dim) if x.ndim > 2 else r
             for r in results
@@ -206,7 +196,7 @@ def all_gather_matmul(
     return (gathered, y) if return_gathered else y
 
 
-def _listed(x: torch.Tensor, biases: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+def _bias_list(x: torch.Tensor, biases: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
     """Biases as a custom op takes them: torch.library cannot differentiate lists that contain None.
 
     One for each weight, empty where there is none; an empty list if there are none at all.
@@ -216,10 +206,7 @@ def _listed(x: torch.Tensor, biases: Sequence[torch.Tensor | None]) -> list[torc
     return [x.new_empty(0) if bias is None else bias for bias in biases]
 
 
-_plans = Plans[GatherPlan](f"{__name__}._plans")
-
-
-def _planned(
+def _gather_plan(
     x: torch.Tensor, weights: list[torch.Tensor], group: Group, gather_dim: int, sizes: list[int]
 ) -> GatherPlan:
     engine = choose(gather_problem(x, weights, gather_dim, sizes), group, x.device)
@@ -231,7 +218,7 @@ def _planned(
     return GatherPlan(engine, [size * between for size in sizes], told)
 
 
-class _AllGatherMatmul(torch.autograd.Function):
+class _AllGatherMatmul(FusedFunction):
     """x (m_r, K), weights (K, N_i) -> every y_i (M, N_i), then the gathered x if asked for.
 
     On the generic engine x, and with it the results, may have more dims, and a gradient that does
@@ -240,13 +227,17 @@ class _AllGatherMatmul(torch.autograd.Function):
     """
 
     @staticmethod
+    def plain(call: GatherCall, *operands: Any) -> tuple[torch.Tensor, ...]:
+        return _run_engine(call, *operands).results
+
+    @staticmethod
     def forward(
         ctx: Any, call: GatherCall, x: torch.Tensor, *operands: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
         count = len(operands) // 2
-        weights, biases = [w for w in operands[:count] if w is not None], list(operands[count:])
+        weights = operands[:count]
         keep_sums = any(ctx.needs_input_grad) and epilogues.keeps_sums(call.activation)
-        made = run_forward(call, x, weights, biases, keep_sums)
+        made = _run_engine(call._replace(keep_sums=keep_sums), x, *operands)
         kept = made.sums if keep_sums else made.ys if call.activation else []
         crossed = () if call.saves or not any(ctx.needs_input_grad[2 : 2 + count]) else made.crossed
         ctx.save_for_backward(made.gathered if call.saves else x, *weights, *kept, *crossed)
@@ -286,7 +277,7 @@ class _AllGatherMatmul(torch.autograd.Function):
         if torch.is_grad_enabled() and call.activation is not None:
             refuse_second_order(f"all_gather_matmul with activation={call.activation!r}")
         if fused and not torch.is_grad_enabled():
-            dx, dws = run_backward(call.engine, given)
+            dx, dws = OP.backward[call.engine](given)
         else:
             dx, dws = generic_backward(given, call.dim)
         dbs = [
@@ -294,6 +285,14 @@ class _AllGatherMatmul(torch.autograd.Function):
             for dy, need in zip(dys, needs_b, strict=True)
         ]
         return (None, dx, *dws, *dbs)
+
+
+def _run_engine(call: GatherCall, x: torch.Tensor, *operands: Any) -> Made:
+    count = len(operands) // 2
+    return FORWARD[call.engine](call, x, [*operands[:count]], [*operands[count:]])
+
+
+OP = FusedOp("all_gather_matmul", _AllGatherMatmul, FORWARD, BACKWARD)
 
 
 def _with_zeros(

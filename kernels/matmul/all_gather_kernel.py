@@ -46,6 +46,8 @@ anything else. That halves are not overwritten too early is shown in `gathers`.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -59,6 +61,15 @@ from weft.kernels.device.gathered_tiles import (
     items_of,
     tiles_by_pointers,
 )
+
+
+class GatherSizes(NamedTuple):
+    """Offsets of shards and what follows the last, columns of weights, K, pitch of a half."""
+
+    offsets: Any
+    Ns: Any
+    K: Any
+    pitch: Any
 
 
 @triton.jit(do_not_specialize=["scales_at", "chunk_rows", "rank", "halved"])
@@ -76,10 +87,7 @@ def all_gather_matmul_kernel(
     half2_desc,
     scratch_ptr,  # (tiles * split * sums a tile, block) fp32, or None
     link,
-    offsets,
-    Ns,
-    K,
-    pitch,
+    sizes,  # GatherSizes
     scales_at,
     chunk_rows,
     rank,
@@ -93,7 +101,8 @@ def all_gather_matmul_kernel(
     and program 2 those of column 1; both wait for rank 0's first chunk before the first.
     """
     generation = signals.last_generation(link.signal_ptrs, rank)
-    shards = gathers.Shards(link, rank, generation, offsets, K, pitch, scales_at, chunk_rows)
+    offsets, Ns, K = sizes.offsets, sizes.Ns, sizes.K
+    shards = gathers.Shards(link, rank, generation, offsets, K, sizes.pitch, scales_at, chunk_rows)
     W: tl.constexpr = V.fetch.world_size
     BLOCK_M: tl.constexpr = V.tiles.block_m
     BLOCK_N: tl.constexpr = V.tiles.block_n

@@ -43,7 +43,7 @@ from weft.kernels.engine.epilogues import Activation
 from weft.kernels.engine.fp8 import Scaling
 from weft.kernels.engine.shards import is_eager
 from weft.kernels.matmul import copy_engines
-from weft.kernels.matmul.all_gather_kernel import all_gather_matmul_kernel
+from weft.kernels.matmul.all_gather_kernel import GatherSizes, all_gather_matmul_kernel
 
 # The most that all programs together read directly over the link rather than from a copy made once:
 # at 450 GB/s that takes about the 3 us that the copy costs in signals.
@@ -426,10 +426,7 @@ def _multiply(
         *half_descs,
         splits.scratch_for(count * (2 if pair else 1), config.split, x, tiling),
         link_of(ws),
-        (0, *accumulate(sizes)),
-        Ns,
-        K,
-        gathers.pitch_of(K),
+        GatherSizes((0, *accumulate(sizes)), Ns, K, gathers.pitch_of(K)),
         scales_at,
         chunk_rows,
         ws.rank,

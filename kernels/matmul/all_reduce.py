@@ -34,7 +34,7 @@ from weft.kernels.engine.autocast import autocast
 from weft.kernels.engine.local_matmul import SumOp, WeightGrad, matmul, mm, sum_dtype
 from weft.kernels.engine.replicated import Spread
 from weft.kernels.engine.shards import product_into, reduce_rows
-from weft.kernels.matmul.fused_sum import (
+from weft.kernels.matmul.fused_op import (
     FusedSum,
     Gradients,
     Operands,
@@ -190,5 +190,5 @@ def _hosts_forward(call: SumCall, given: Operands) -> torch.Tensor:
 
 
 _WAYS = {"host": _host_forward, "triton": _triton_forward, "hosts": _hosts_forward}
-OP = FusedSum("matmul_all_reduce", _MatmulAllReduce, _WAYS, _gradients)
+OP = FusedSum("matmul_all_reduce", _MatmulAllReduce, _WAYS, {}, _gradients)
 matmul_all_reduce_reference = summed_reference  # what every rank gets

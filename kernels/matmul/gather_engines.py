@@ -23,9 +23,10 @@ along the gathered dim first.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -49,7 +50,7 @@ from weft.kernels.engine.local_matmul import (
     partial_mm,
     sum_dtype,
 )
-from weft.kernels.engine.plans import Plans
+from weft.kernels.matmul.fused_op import plan_of
 
 if TYPE_CHECKING:
     from weft.kernels.matmul.all_gather_launch import AllGatherConfig
@@ -87,6 +88,7 @@ class GatherCall(NamedTuple):
     scaling: Scaling | None
     told: tuple[Hashable, ...] = ()  # what must be the same on every rank
     plan: GatherPlan | None = None  # None on the generic engine, which launches nothing
+    keep_sums: bool = False  # whether the activation's arguments are kept
 
     @property
     def keep(self) -> bool:
@@ -132,46 +134,20 @@ class GatherGradient(NamedTuple):
 GatherGradients = tuple[torch.Tensor | None, list[torch.Tensor | None]]
 
 
-def run_forward(
-    call: GatherCall,
-    x: torch.Tensor,
-    weights: list[torch.Tensor],
-    biases: list[torch.Tensor | None],
-    keep_sums: bool,
-) -> Made:
-    """The products, and what else is to be kept."""
-    if call.engine == "host":
-        return _host_forward(call, x, weights, biases)
-    if call.engine == "triton":
-        return _triton_forward(call, x, weights, biases, keep_sums)
-    if call.engine == "hosts":
-        return _hosts_forward(call, x, weights, biases, keep_sums)
-    gathered = all_gather(x, call.group, dim=call.dim, sizes=call.rows)
-    pairs = zip(weights, biases, strict=True)
-    return Made([matmul(gathered, *pair) for pair in pairs], [], gathered)
-
-
-def run_backward(engine: RunnableEngine, given: GatherGradient) -> GatherGradients:
-    """The gradients that are needed, by a fused engine."""
-    if engine == "hosts":
-        return _hosts_backward(given)
-    if given.gathered is not None:
-        return _backward_of_gathered(engine, given, given.gathered)
-    return _host_backward(given) if engine == "host" else _triton_backward(given)
-
-
-def _backward_of_gathered(
-    engine: RunnableEngine, given: GatherGradient, gathered: torch.Tensor
+def _backward(
+    fused: Callable[[GatherGradient], GatherGradients], given: GatherGradient
 ) -> GatherGradients:
+    """By an engine; where the gathered x was kept, only the gradient of x communicates."""
+    if given.gathered is None:
+        return fused(given)
     dx = None
     if given.needs_x:
-        only_x = given._replace(needs_w=[False] * len(given.weights), gathered=None)
-        dx, _ = run_backward(engine, only_x)
+        dx, _ = fused(given._replace(needs_w=[False] * len(given.weights), gathered=None))
     dws: list[torch.Tensor | None] = []
     for w, dy, need in zip(given.weights, given.dys, given.needs_w, strict=True):
         grad = WeightGrad(w)
         if need:
-            grad.add(gathered, dy)
+            grad.add(given.gathered, dy)
         dws.append(grad.result() if need else None)
     return dx, dws
 
@@ -253,11 +229,11 @@ def _triton_forward(
     x: torch.Tensor,
     weights: list[torch.Tensor],
     biases: list[torch.Tensor | None],
-    keep_sums: bool,
 ) -> Made:
     from weft.kernels.matmul import all_gather_launch as kernel
 
     group, rows, keep, scaling, plan = call.group, call.rows, call.keep, call.scaling, call.plan
+    keep_sums = call.keep_sums
     assert plan is not None
     key = call.activation, keep, keep_sums, settings.sms()
     if key not in plan.launches:
@@ -266,7 +242,7 @@ def _triton_forward(
             sum(rows), N, x.shape[1], x.dtype, group.world_size, chip_of(x.device),
             activation=call.activation, keep=keep, keep_sums=keep_sums,
         )  # fmt: skip
-        plan.launches[key] = config, *_room(x, rows, config.copy_engines)
+        plan.launches[key] = config, *_channel_and_bytes(x, rows, config.copy_engines)
     config, channel, nbytes = plan.launches[key]
     ws = workspace(group, nbytes, channel=channel, device=x.device)
 
@@ -300,11 +276,11 @@ def gather_workspace(
     x: torch.Tensor, group: Group, rows: list[int], copy_engines: bool = False
 ) -> Workspace:
     """The workspace through which kernels, or copy engines, gather x (rows[rank], K)."""
-    channel, nbytes = _room(x, rows, copy_engines)
+    channel, nbytes = _channel_and_bytes(x, rows, copy_engines)
     return workspace(group, nbytes, channel=channel, device=x.device)
 
 
-def _room(x: torch.Tensor, rows: list[int], copy_engines: bool) -> tuple[str, int]:
+def _channel_and_bytes(x: torch.Tensor, rows: list[int], copy_engines: bool) -> tuple[str, int]:
     """Its channel and bytes."""
     from weft.kernels.device import gathers
 
@@ -364,10 +340,6 @@ def gather_problem(
     )
 
 
-# By the group inside a host, the rows of its ranks, and the operands.
-_inside = Plans[GatherPlan](f"{__name__}._inside")
-
-
 def _plan_inside(
     group: Group,
     rows: list[int],
@@ -381,8 +353,7 @@ def _plan_inside(
         problem = gather_problem(x, weights, 0, rows)
         return GatherPlan(choose(problem, group, x.device), rows, told)
 
-    key = group, *rows, told, settings.current_engine(), *layouts_of((x, *weights))
-    return _inside.of(key, made)
+    return plan_of("all_gather_matmul", group, ("inside", *rows, told), (x, *weights), made)
 
 
 def _hosts_forward(
@@ -390,7 +361,6 @@ def _hosts_forward(
     x: torch.Tensor,
     weights: list[torch.Tensor],
     biases: list[torch.Tensor | None],
-    keep_sums: bool,
 ) -> Made:
     crossing = Crossing(call.group, call.rows, x.shape[1] * x.element_size(), "all_gather_matmul")
     whole: list[torch.Tensor] = []
@@ -400,11 +370,11 @@ def _hosts_forward(
         plan = _plan_inside(crossing.inside, block.sizes, shard, weights, call.told)
         inside = call._replace(group=crossing.inside, engine=plan.engine, rows=plan.rows, plan=plan)
         with crossing.naming():
-            made = run_forward(inside, shard, weights, biases, keep_sums)
+            made = FORWARD[plan.engine](inside, shard, weights, biases)
         ys = made.ys
         if plan.engine == "generic":
             made = Made(epilogues.activate(ys, call.activation), ys, made.gathered)
-        kept = [*made.ys, *(made.sums if keep_sums else ())]
+        kept = [*made.ys, *(made.sums if call.keep_sums else ())]
         if call.keep:
             assert made.gathered is not None
             kept.append(made.gathered)
@@ -414,7 +384,7 @@ def _hosts_forward(
             crossed.append(shard)
         for part, into in zip(kept, whole, strict=True):
             block.put(part, into)
-    sums = whole[count : count + len(weights)] if keep_sums else []
+    sums = whole[count : count + len(weights)] if call.keep_sums else []
     return Made(whole[:count], sums, whole[-1] if call.keep else None, tuple(crossed))
 
 
@@ -440,7 +410,7 @@ def _hosts_backward(given: GatherGradient) -> GatherGradients:
         )
         engine = _plan_inside(crossing.inside, block.sizes, x, weights, told).engine
         with crossing.naming():
-            dx, dws = generic_backward(part) if engine == "generic" else run_backward(engine, part)
+            dx, dws = generic_backward(part) if engine == "generic" else BACKWARD[engine](part)
         for i, dw in enumerate(dws):
             if dw is not None:
                 total = totals[i]
@@ -451,6 +421,17 @@ def _hosts_backward(given: GatherGradient) -> GatherGradients:
             crossing.give_back(block, dx)
     dx = None if own is None else crossing.summed(own, sum_dtype(x)).to(x.dtype)
     return dx, [None if total is None else total.to(x.dtype) for total in totals]
+
+
+def _generic_forward(
+    call: GatherCall,
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+) -> Made:
+    gathered = all_gather(x, call.group, dim=call.dim, sizes=call.rows)
+    pairs = zip(weights, biases, strict=True)
+    return Made([matmul(gathered, *pair) for pair in pairs], [], gathered)
 
 
 def generic_backward(given: GatherGradient, dim: int = 0) -> GatherGradients:
@@ -475,3 +456,14 @@ def generic_backward(given: GatherGradient, dim: int = 0) -> GatherGradients:
     if not needs_x or dx is None:
         return None, dws
     return reduce_scatter(dx, group, dim=dim, sizes=sizes).to(x.dtype), dws
+
+
+# By engine: (call, x, weights, biases) -> what is made, and what is given -> gradients.
+FORWARD: dict[str, Callable[..., Made]] = {
+    "host": _host_forward, "triton": _triton_forward, "hosts": _hosts_forward,
+    "generic": _generic_forward,
+}  # fmt: skip
+BACKWARD: dict[str, Callable[[GatherGradient], GatherGradients]] = {
+    "host": partial(_backward, _host_backward), "triton": partial(_backward, _triton_backward),
+    "hosts": _hosts_backward,
+}  # fmt: skip

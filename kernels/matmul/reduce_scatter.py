@@ -29,7 +29,6 @@ from typing import NamedTuple
 
 import torch
 
-from weft import settings
 from weft.collectives import Group, all_gather, exchange, reduce_scatter, workspace
 from weft.collectives.device.launches import layouts_of
 from weft.collectives.hosts import Crossing
@@ -39,7 +38,7 @@ from weft.collectives.ranks.group import GroupLike
 from weft.kernels.engine import shards
 from weft.kernels.engine.autocast import autocast
 from weft.kernels.engine.chips import chip_of
-from weft.kernels.engine.engines import RunnableEngine, choose, record_backward
+from weft.kernels.engine.engines import choose, record_backward
 from weft.kernels.engine.local_matmul import (
     SumOp,
     WeightGrad,
@@ -50,15 +49,15 @@ from weft.kernels.engine.local_matmul import (
     partials_cost,
     sum_dtype,
 )
-from weft.kernels.engine.plans import Plans
 from weft.kernels.engine.replicated import Summed
-from weft.kernels.matmul.fused_sum import (
+from weft.kernels.matmul.fused_op import (
     FusedSum,
     Gradients,
     Operands,
     SumCall,
     SumFunction,
     SumPlan,
+    plan_of,
     summed_reference,
 )
 from weft.kernels.matmul.gather_engines import gather_workspace
@@ -148,14 +147,8 @@ def _gradients(
     )
     if torch.is_grad_enabled():
         return _differentiable_backward(given)
-    return run_backward(call.engine, given)
-
-
-def run_backward(engine: RunnableEngine, given: ScatterGradient) -> Gradients:
-    """The gradients that are needed, by a fused engine."""
-    if engine == "hosts":
-        return _hosts_backward(given)
-    return _host_backward(given) if engine == "host" else _triton_backward(given)
+    made: Gradients = OP.backward[call.engine](given)
+    return made
 
 
 def _host_forward(call: SumCall, given: Operands) -> torch.Tensor:
@@ -207,10 +200,6 @@ def _host_backward(given: ScatterGradient) -> Gradients:
     return dx, dw, db
 
 
-# By the group inside a host, the rows of its ranks, and the operands.
-_inside = Plans[SumPlan](f"{__name__}._inside")
-
-
 def hosts_forward(call: SumCall, given: Operands) -> torch.Tensor:
     """This rank's rows of the sum, by whichever engine inside each host."""
     x, w, bias, residual = given
@@ -248,8 +237,7 @@ def _plan_inside(
         shape = [rows[group.rank], w.shape[1]]
         return SumPlan(choose(problem, group, x.device), 0, rows, rows, shape)
 
-    key = group, *rows, wire_dtype, told, settings.current_engine(), *layouts_of((x, w))
-    return _inside.of(key, made)
+    return plan_of(OP.name, group, ("inside", *rows, wire_dtype, told), (x, w), made)
 
 
 def _hosts_backward(given: ScatterGradient) -> Gradients:
@@ -268,7 +256,7 @@ def _hosts_backward(given: ScatterGradient) -> Gradients:
             if engine == "generic":
                 made, more, _ = _differentiable_backward(part)
             else:
-                made, more, _ = run_backward(engine, part)
+                made, more, _ = OP.backward[engine](part)
         if dx is not None and made is not None:
             block.put(made, dx)
         if more is not None:
@@ -355,6 +343,7 @@ OP = FusedSum(
     "matmul_reduce_scatter",
     _MatmulReduceScatter,
     {"host": _host_forward, "triton": _triton_forward, "hosts": hosts_forward},
+    {"host": _host_backward, "triton": _triton_backward, "hosts": _hosts_backward},
     _gradients,
 )
 

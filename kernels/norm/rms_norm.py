@@ -37,7 +37,13 @@ from weft.collectives.ranks.traced import is_call_traced
 from weft.kernels.engine.autocast import outside_autocast
 from weft.kernels.engine.chips import chip_of
 from weft.kernels.engine.engines import Problem, choose, is_supported
-from weft.kernels.engine.local_matmul import as_rows, check_residual, needs_gradient
+from weft.kernels.engine.local_matmul import (
+    as_rows,
+    check_residual,
+    in_sum_dtype,
+    needs_gradient,
+    sum_dtype,
+)
 from weft.kernels.engine.plans import Plans
 from weft.kernels.engine.replicated import Spread, Summed
 
@@ -94,19 +100,19 @@ def reduce_scatter_rms_norm_all_gather(
         rank 0 and of shape (0, 2) on rank 1.
     """
     if is_call_traced(x):  # see `custom_ops`
-        dim, eps = _checked(x, weight, dim, eps)
+        dim, eps = _dim_and_eps(x, weight, dim, eps)
         op = torch.ops.weft.reduce_scatter_rms_norm_all_gather
         y, h = op(x, weight, residual, group_name(group), eps, dim)
         return y, h
     group = resolve(group)
 
     def told() -> tuple[Hashable, ...]:
-        of, epsilon = _checked(x, weight, dim, eps)
+        of, epsilon = _dim_and_eps(x, weight, dim, eps)
         given = ("weight", weight is not None), ("residual", residual is not None)
         return x.dtype, x.shape, ("dim", of), ("eps", epsilon), *given
 
     def planned() -> NormCall:
-        of, epsilon = _checked(x, weight, dim, eps)
+        of, epsilon = _dim_and_eps(x, weight, dim, eps)
         sizes = chunk_sizes(x.shape[of], group.world_size)
         shape = (*x.shape[:of], sizes[group.rank], *x.shape[of + 1 :])
         check_residual(residual, shape, x.dtype, x.device)
@@ -119,7 +125,7 @@ def reduce_scatter_rms_norm_all_gather(
     return y, h
 
 
-def _checked(
+def _dim_and_eps(
     x: torch.Tensor, weight: torch.Tensor | None, dim: int, eps: float | None
 ) -> tuple[int, float]:
     """`dim` from the front, and what `eps` is."""
@@ -129,7 +135,7 @@ def _checked(
             f"norm is taken: got shape {tuple(x.shape)}, {dim=}"
         )
     check(x, weight)
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = sum_dtype(x)
     return dim % x.ndim, torch.finfo(wide).eps if eps is None else eps
 
 
@@ -164,17 +170,13 @@ def by_kernel(op: str, x: torch.Tensor, group: Group) -> bool:
     return supported
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
 def _inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
     return (x.square().mean(-1, keepdim=True) + eps).rsqrt()
 
 
 def rms_normalized(h: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """rms_norm(h) * weight in fp32, or fp64 for that."""
-    wide = _wide(h)
+    wide = in_sum_dtype(h)
     y = wide * _inverse_rms(wide, eps)
     return y if weight is None else y * weight
 
@@ -221,7 +223,7 @@ class NormCall:
         """
         if not self.whole:
             dy = reduce_scatter(dy, self.group, dim=self.dim, sizes=self.sizes)
-        g, wide = _wide(dy), _wide(h)
+        g, wide = in_sum_dtype(dy), in_sum_dtype(h)
         scale = _inverse_rms(wide, self.eps)
         n, dx, dw = wide * scale, None, None
         needs_x, needs_weight, needs_residual = needs

@@ -61,12 +61,12 @@ def send_terms(call, x_ptr, residual_ptr, V: tl.constexpr):
         slot = rank * call.sent + i
         if V.one_shot:
             term = tl.load(at(x_ptr, i, H) + columns, mask=inside)
-            _send(call, term, inside, slot, W)
+            _send_row(call, term, inside, slot, W)
             if residual_ptr is not None and not V.whole:
                 is_own = (i >= call.first) & (i < call.first + call.own_rows)
                 own = mask_if(is_own, inside)
                 kept = tl.load(at(residual_ptr, i - call.first, H) + columns, mask=own)
-                _send(call, kept, own, call.rest + i, W)
+                _send_row(call, kept, own, call.rest + i, W)
         else:
             for step in range(1, W):
                 peer = (rank + step) % W
@@ -177,7 +177,7 @@ def norm_row(
         result = fp8_bits(y / scale)
     tl.store(at(y_ptr, row, H) + columns, result, mask=inside)
     if not V.one_shot and not V.whole:
-        _send(call, result, inside, call.rest + row, W)
+        _send_row(call, result, inside, call.rest + row, W)
 
 
 @triton.jit
@@ -195,7 +195,7 @@ def copy_finished(call, y_ptr, V: tl.constexpr):
 
 
 @triton.jit
-def _send(call, values, mask, row, WORLD_SIZE: tl.constexpr):
+def _send_row(call, values, mask, row, WORLD_SIZE: tl.constexpr):
     """Store `values` where `mask` in the program's columns of this row of every peer's half."""
     for step in range(1, WORLD_SIZE):
         peer = (call.rank + step) % WORLD_SIZE

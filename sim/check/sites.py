@@ -66,7 +66,7 @@ class Sites:
     def text(self, number: int) -> str:
         """`file:line function`, innermost first."""
         frames = self._frames[number] if number >= 0 else ()
-        return " < ".join(_place(*frame) for frame in frames) or "before its first signal"
+        return " < ".join(_file_and_line(*frame) for frame in frames) or "before its first signal"
 
 
 def _kind(filename: str) -> int:
@@ -75,7 +75,7 @@ def _kind(filename: str) -> int:
     return _HELPER if filename in _SIGNALS else _OWN
 
 
-def _place(code: CodeType, instruction: int) -> str:
+def _file_and_line(code: CodeType, instruction: int) -> str:
     line = next(
         (
             line

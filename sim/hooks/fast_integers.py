@@ -186,10 +186,12 @@ def install_functions(scope: Any, lang: Any) -> None:
 
     scope.set_attr(lang, "where", where)
     for name, fast in (("minimum", smaller), ("maximum", larger)):
-        scope.set_attr(lang, name, _first(fast, getattr(lang, name)))
+        scope.set_attr(lang, name, _fast_or_usual(fast, getattr(lang, name)))
 
 
-def _first(fast: Callable[[Any, Any], Any], usual: Callable[..., Any]) -> Callable[..., Any]:
+def _fast_or_usual(
+    fast: Callable[[Any, Any], Any], usual: Callable[..., Any]
+) -> Callable[..., Any]:
     def run(a: Any, b: Any, *rest: Any, **kwargs: Any) -> Any:
         out = fast(a, b)
         return usual(a, b, *rest, **kwargs) if out is None else out
@@ -200,7 +202,7 @@ def _first(fast: Callable[[Any, Any], Any], usual: Callable[..., Any]) -> Callab
 def install(scope: Any, kind: Any) -> None:
     """Put the operators before those of `kind`, which is tl.tensor, until `scope` is restored."""
     for name, fast in operators().items():
-        scope.set_attr(kind, name, _first(fast, getattr(kind, name)))
+        scope.set_attr(kind, name, _fast_or_usual(fast, getattr(kind, name)))
     usual_to = kind.to
 
     def to(self: Any, dtype: Any, *rest: Any, **kwargs: Any) -> Any:

@@ -61,7 +61,11 @@ class HostOps(PlainOps):
         narrowest = min(floats or writes, key=lambda t: t.element_size()).dtype
         dtype = "float8" if narrowest.itemsize == 1 else str(narrowest).removeprefix("torch.")
         return HostOp(
-            name, self._bytes(rank, reads), self._bytes(rank, writes), _matmul(name, reads), dtype
+            name,
+            self._bytes(rank, reads),
+            self._bytes(rank, writes),
+            _matmul_sizes(name, reads),
+            dtype,
         )
 
     def _bytes(self, rank: int, tensors: list[torch.Tensor]) -> dict[int, int]:
@@ -102,7 +106,7 @@ def _makes_floats(kwargs: dict[str, Any]) -> bool:
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point
 
 
-def _matmul(name: str, reads: list[torch.Tensor]) -> tuple[int, int, int, int] | None:
+def _matmul_sizes(name: str, reads: list[torch.Tensor]) -> tuple[int, int, int, int] | None:
     """(M, N, K) and how often."""
     if name in ("mm", "addmm", "addmm_", "_scaled_mm"):
         matrices = [t for t in reads if t.ndim == 2]

@@ -140,7 +140,7 @@ class _Collected:
         self._world.launch(name, self._arguments, *self._shape, programs, run)  # type: ignore[arg-type]
 
 
-def _name(value: Any, default: str) -> str:
+def _name_or(value: Any, default: str) -> str:
     text = str(value).split(".")[-1].lower() if value is not None else default
     return {"acquire_release": "acq_rel", "system": "sys"}.get(text, text)
 
@@ -231,7 +231,11 @@ class _Hooks:
             swapped = out.data == cmp.data
             return out, bool((swapped & (val.data != out.data)).any()), out.data
 
-        order, reach, wanted = _name(sem, "acq_rel"), _name(scope, "gpu"), int(cmp.data.flat[0])
+        order, reach, wanted = (
+            _name_or(sem, "acq_rel"),
+            _name_or(scope, "gpu"),
+            int(cmp.data.flat[0]),
+        )
         effect = "swap", wanted, int(val.data.flat[0])
         addresses = ptr.data.reshape(-1)
         return self._world.atomic(addresses, _itemsize(ptr), order, reach, run, wanted, effect)
@@ -244,10 +248,10 @@ class _Hooks:
         def run() -> tuple[Any, bool, Array]:
             out = self._rmw(op, ptr, val, mask, sem, scope)
             # Adding 0 is how a load is spelled; all others are writers, whatever they write.
-            vain = _name(op, "") in ("add", "fadd", "or") and not val.data.any()
+            vain = _name_or(op, "") in ("add", "fadd", "or") and not val.data.any()
             return out, not vain, out.data
 
-        kind = {"add": "add", "xchg": "set"}.get(_name(op, ""))
+        kind = {"add": "add", "xchg": "set"}.get(_name_or(op, ""))
         effect = (kind, int(val.data.flat[0])) if kind and val.data.dtype.kind in "iu" else None
         return self._atomic(ptr, mask, sem, scope, run, effect=effect)
 
@@ -310,7 +314,7 @@ class _Hooks:
         live = np.broadcast_to(np.asarray(mask.data, bool), ptr.data.shape)
         if not self._world.active() or not live.any():
             return run()[0]
-        order, reach = _name(sem, "acq_rel"), _name(scope, "gpu")
+        order, reach = _name_or(sem, "acq_rel"), _name_or(scope, "gpu")
         addresses = ptr.data[live].reshape(-1)
         return self._world.atomic(addresses, _itemsize(ptr), order, reach, run, wanted, effect)
 

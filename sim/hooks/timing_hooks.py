@@ -233,22 +233,22 @@ def _range(bounds: tuple[Any, ...], sampled: bool) -> Any:
     if lane is None:
         return turns
     lane.loops += 1
-    return _sampled(lane, turns) if sampled and len(turns) >= 4 else _counted(lane, turns)
+    return _sampled(lane, turns) if sampled and len(turns) >= 4 else _turns_counted(lane, turns)
 
 
-def _counted(lane: Lane, turns: range) -> Iterator[int]:
+def _turns_counted(lane: Lane, turns: range) -> Iterator[int]:
     for turn in turns:
         lane.step()
         yield turn
 
 
 def _sampled(lane: Lane, turns: range) -> Iterator[int]:
-    yield from _counted(lane, turns[:1])
+    yield from _turns_counted(lane, turns[:1])
     loops, before = lane.loops, lane.state()
-    yield from _counted(lane, turns[1:2])
+    yield from _turns_counted(lane, turns[1:2])
     # Of nested loops only the innermost is the same in each turn.
     same = lane.loops == loops and lane.repeat(before, len(turns) - 3)
-    yield from _counted(lane, turns[-1:] if same else turns[2:])
+    yield from _turns_counted(lane, turns[-1:] if same else turns[2:])
 
 
 @contextmanager

@@ -125,9 +125,11 @@ class VirtualProcessGroup(_Base):  # type: ignore[misc]
 
         def finish(values: list[list[torch.Tensor]]) -> None:
             for index, tensor in enumerate(tensors):
-                tensor.copy_(_reduced([value[index] for value in values], op))
+                tensor.copy_(_reduce_all([value[index] for value in values], op))
 
-        return self._call(f"all_reduce({op}) {_shapes(tensors)}", _copies(tensors), finish)
+        return self._call(
+            f"all_reduce({op}) {_shapes_and_dtypes(tensors)}", _cloned(tensors), finish
+        )
 
     allreduce_coalesced = allreduce
 
@@ -136,10 +138,10 @@ class VirtualProcessGroup(_Base):  # type: ignore[misc]
 
         def finish(values: list[list[torch.Tensor]]) -> None:
             if self._me == root:
-                tensors[0].copy_(_reduced([value[0] for value in values], op))
+                tensors[0].copy_(_reduce_all([value[0] for value in values], op))
 
-        call = f"reduce({op}) {_shapes(tensors)} to rank {self._team.ranks[root]}"
-        return self._call(call, _copies(tensors), finish)
+        call = f"reduce({op}) {_shapes_and_dtypes(tensors)} to rank {self._team.ranks[root]}"
+        return self._call(call, _cloned(tensors), finish)
 
     def broadcast(self, tensors: Tensors, opts: Any) -> VirtualWork:
         root = opts.rootRank
@@ -148,8 +150,8 @@ class VirtualProcessGroup(_Base):  # type: ignore[misc]
             for tensor, value in zip(tensors, values[root], strict=True):
                 tensor.copy_(value)
 
-        call = f"broadcast {_shapes(tensors)} from rank {self._team.ranks[root]}"
-        return self._call(call, _copies(tensors) if self._me == root else None, finish)
+        call = f"broadcast {_shapes_and_dtypes(tensors)} from rank {self._team.ranks[root]}"
+        return self._call(call, _cloned(tensors) if self._me == root else None, finish)
 
     def allgather(
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
@@ -159,7 +161,7 @@ class VirtualProcessGroup(_Base):  # type: ignore[misc]
                 for part, value in zip(parts, values, strict=True):
                     part.copy_(value[index].view_as(part))
 
-        return self._call(f"all_gather {_shapes(inputs)}", _copies(inputs), finish)
+        return self._call(f"all_gather {_shapes_and_dtypes(inputs)}", _cloned(inputs), finish)
 
     def all_gather_single(
         self, output: torch.Tensor, value: torch.Tensor, opts: Any = None
@@ -169,7 +171,9 @@ class VirtualProcessGroup(_Base):  # type: ignore[misc]
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> VirtualWork:
-        return self.allgather([_parts(output, self.size()) for output in outputs], inputs, opts)
+        return self.allgather(
+            [_equal_parts(output, self.size()) for output in outputs], inputs, opts
+        )
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> VirtualWork:
         root = opts.rootRank
@@ -179,14 +183,16 @@ class VirtualProcessGroup(_Base):  # type: ignore[misc]
                 for part, value in zip(outputs[0], values, strict=True):
                     part.copy_(value)
 
-        call = f"gather {_shapes(inputs)} to rank {self._team.ranks[root]}"
-        return self._call(call, _copies(inputs[:1])[0], finish)
+        call = f"gather {_shapes_and_dtypes(inputs)} to rank {self._team.ranks[root]}"
+        return self._call(call, _cloned(inputs[:1])[0], finish)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> VirtualWork:
         root = opts.rootRank
-        brought = _copies(inputs[0]) if self._me == root else None
-        call = f"scatter {_shapes(outputs)} from rank {self._team.ranks[root]}"
-        return self._call(call, brought, lambda values: _fill(outputs[0], values[root][self._me]))
+        brought = _cloned(inputs[0]) if self._me == root else None
+        call = f"scatter {_shapes_and_dtypes(outputs)} from rank {self._team.ranks[root]}"
+        return self._call(
+            call, brought, lambda values: _copy_into(outputs[0], values[root][self._me])
+        )
 
     def reduce_scatter(
         self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None
@@ -196,10 +202,10 @@ class VirtualProcessGroup(_Base):  # type: ignore[misc]
         def finish(values: list[list[list[torch.Tensor]]]) -> None:
             for index, output in enumerate(outputs):
                 terms = [value[index][self._me] for value in values]
-                output.copy_(_reduced(terms, op).view_as(output))
+                output.copy_(_reduce_all(terms, op).view_as(output))
 
-        brought = [_copies(parts) for parts in inputs]
-        return self._call(f"reduce_scatter({op}) {_shapes(inputs[0])}", brought, finish)
+        brought = [_cloned(parts) for parts in inputs]
+        return self._call(f"reduce_scatter({op}) {_shapes_and_dtypes(inputs[0])}", brought, finish)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, value: torch.Tensor, opts: Any = None
@@ -209,15 +215,15 @@ class VirtualProcessGroup(_Base):  # type: ignore[misc]
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> VirtualWork:
-        parts = [_parts(value, self.size()) for value in inputs]
+        parts = [_equal_parts(value, self.size()) for value in inputs]
         return self.reduce_scatter(outputs, parts, opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> VirtualWork:
         def finish(values: list[list[torch.Tensor]]) -> None:
             for output, value in zip(outputs, values, strict=True):
-                _fill(output, value[self._me])
+                _copy_into(output, value[self._me])
 
-        return self._call("all_to_all", _copies(inputs), finish)
+        return self._call("all_to_all", _cloned(inputs), finish)
 
     def all_to_all_single(
         self,
@@ -228,7 +234,7 @@ class VirtualProcessGroup(_Base):  # type: ignore[misc]
         opts: Any = None,
     ) -> VirtualWork:
         outputs, inputs = (
-            list(tensor.split(list(sizes))) if sizes else _parts(tensor, self.size())
+            list(tensor.split(list(sizes))) if sizes else _equal_parts(tensor, self.size())
             for tensor, sizes in ((output, output_sizes), (value, input_sizes))
         )
         return self.alltoall(outputs, inputs, opts)
@@ -237,7 +243,7 @@ class VirtualProcessGroup(_Base):  # type: ignore[misc]
         return self._call("barrier", None)
 
     def send(self, tensors: Tensors, target: int, tag: int = 0) -> VirtualWork:
-        self._team.send(self._me, target, tag, _copies(tensors)[0])
+        self._team.send(self._me, target, tag, _cloned(tensors)[0])
         return VirtualWork(lambda: None, lambda: True)
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> VirtualWork:
@@ -249,7 +255,7 @@ class VirtualProcessGroup(_Base):  # type: ignore[misc]
     def _receive(self, tensors: Tensors, source: int | None, tag: int) -> VirtualWork:
         def finish() -> None:
             work.source, value = self._team.receive(source, self._me, tag)
-            _fill(tensors[0], value)
+            _copy_into(tensors[0], value)
 
         work = _Receive(finish, lambda: self._team.has_mail(source, self._me, tag))
         return work
@@ -292,26 +298,26 @@ def _reduce_op(opts: Any) -> str:
     raise NotImplementedError(f"virtual ranks reduce by {', '.join(_REDUCE)}, not {opts.reduceOp}")
 
 
-def _reduced(terms: list[torch.Tensor], op: str) -> torch.Tensor:
+def _reduce_all(terms: list[torch.Tensor], op: str) -> torch.Tensor:
     total = terms[0]
     for term in terms[1:]:
         total = _REDUCE[op](total, term)
     return total / len(terms) if op == "AVG" else total
 
 
-def _copies(tensors: Tensors) -> list[torch.Tensor]:
+def _cloned(tensors: Tensors) -> list[torch.Tensor]:
     # What is sent is sent from where it is: that it is copied here takes no virtual time.
     with untimed():
         return [tensor.detach().clone() for tensor in tensors]
 
 
-def _parts(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
+def _equal_parts(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
     if tensor.shape[0] % count:
         raise ValueError(f"{tuple(tensor.shape)} does not divide into {count} equal parts")
     return list(tensor.split(tensor.shape[0] // count)) if tensor.numel() else [tensor] * count
 
 
-def _fill(target: torch.Tensor, value: torch.Tensor) -> None:
+def _copy_into(target: torch.Tensor, value: torch.Tensor) -> None:
     if target.numel() != value.numel() or target.dtype != value.dtype:
         raise ValueError(
             f"received {tuple(value.shape)} {value.dtype} for a tensor of "
@@ -320,5 +326,5 @@ def _fill(target: torch.Tensor, value: torch.Tensor) -> None:
     target.copy_(value.view_as(target))
 
 
-def _shapes(tensors: Tensors) -> str:
+def _shapes_and_dtypes(tensors: Tensors) -> str:
     return ", ".join(f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors)

@@ -97,7 +97,7 @@ class Members:
             if theirs != call:
                 raise MismatchError(
                     f"rank {self.ranks[member]} is to {call} where rank {self.ranks[other]} is to "
-                    f"{theirs}, in call {number} of ranks {_listed(self.ranks)}"
+                    f"{theirs}, in call {number} of ranks {_comma_joined(self.ranks)}"
                 )
         meeting.values[member] = value, call
         if meeting.complete:
@@ -218,7 +218,7 @@ class Team(Members):
 
         def waits_for() -> str:
             absent = [r for i, r in enumerate(self.ranks) if i not in meeting.values]
-            return f"rank {_listed(absent)} to {call}"
+            return f"rank {_comma_joined(absent)} to {call}"
 
         strand = strand_here()
         self._world.tell(Observer.await_others, strand, "attend", meeting.key, len(self.ranks))
@@ -228,7 +228,8 @@ class Team(Members):
 
     def complete(self, meeting: Meeting) -> bool:
         """Whether all have come to `meeting`; if not, others go on first."""
-        what = f"all of ranks {_listed(self.ranks)} to come to a call, for which it asks in a loop"
+        ranks = _comma_joined(self.ranks)
+        what = f"all of ranks {ranks} to come to a call, for which it asks in a loop"
         return self._glance(lambda: meeting.complete, what)
 
     def _glance(self, there: Callable[[], bool], what: str) -> bool:
@@ -318,7 +319,7 @@ class Team(Members):
         return "anybody" if source is None else f"rank {self.ranks[source]}"
 
 
-def _listed(ranks: Any) -> str:
+def _comma_joined(ranks: Any) -> str:
     return ", ".join(map(str, ranks))
 
 

@@ -33,7 +33,7 @@ class Stop(BaseException):
     """Unwinds a strand after another one has failed. Not an Exception: kernels wrap those."""
 
 
-def _held() -> threading.Lock:
+def _held_lock() -> threading.Lock:
     lock = threading.Lock()
     lock.acquire()
     return lock
@@ -81,7 +81,7 @@ class Strand:
     missing: tuple[int, Vain] | None = None
     track: Track = field(default_factory=lambda: Track(None))
     name: tuple[int, str] = field(init=False)
-    baton: threading.Lock = field(default_factory=_held)
+    baton: threading.Lock = field(default_factory=_held_lock)
 
     def __post_init__(self) -> None:
         self.name = self.rank, self.what

@@ -77,7 +77,7 @@ class Timeline:
                 total += library_matmul_us(hardware, *event.matmul, event.dtype)
             elif isinstance(event, KernelLaunch):
                 cores = [0.0] * hardware.cores
-                dots = (arithmetic_us(hardware, tile) for tile in _tiles(event))
+                dots = (arithmetic_us(hardware, tile) for tile in _work_by_tile(event))
                 # The longest first, as short ones then fill what these leave.
                 for us in sorted(dots, reverse=True):
                     heapq.heappush(cores, heapq.heappop(cores) + us)
@@ -99,10 +99,10 @@ class Timeline:
     def exposed_launches(self) -> dict[TimeSpan, float]:
         """Of `played.launches`: us that each takes longer than if communication took no time."""
         left: dict[tuple[int, str], deque[TimeSpan]] = {}
-        for span in _in_order(self._alone.launches):
+        for span in _spans_in_order(self._alone.launches):
             left.setdefault((span.rank, span.kernel), deque()).append(span)
         found = {}
-        for span in _in_order(self.played.launches):
+        for span in _spans_in_order(self.played.launches):
             same = left.get((span.rank, span.kernel))  # waits may be gone
             alone = same.popleft() if same else None
             free_us = alone.end - alone.start if alone else 0.0
@@ -197,7 +197,7 @@ class Timeline:
             events.append({**about, "name": "process_name", "args": {"name": f"rank {rank}"}})
             label = {"name": "stream"}
             events.append({**about, "tid": 0, "name": "thread_name", "args": label})
-        for span in _in_order((*self.played.launches, *self.played.spans)):
+        for span in _spans_in_order((*self.played.launches, *self.played.spans)):
             told = {"args": {"waits for": f"rank {span.peer}"}} if span.peer >= 0 else {}
             events.append(
                 {
@@ -230,7 +230,7 @@ class Timeline:
         )
 
 
-def _tiles(launch: KernelLaunch) -> Iterator[Work]:
+def _work_by_tile(launch: KernelLaunch) -> Iterator[Work]:
     """The dots of each tile: what a program multiplies before it stores, with or without waits."""
     for events in launch.programs:
         tile = Work()
@@ -249,7 +249,7 @@ def _tiles(launch: KernelLaunch) -> Iterator[Work]:
 def _whole_chip_us(hardware: Hardware, event: object) -> float:
     """Its dots at the rate of the whole chip."""
     if isinstance(event, KernelLaunch):
-        us = sum(w.flops / hardware.core_flops_per_us(w.dtype) for w in _tiles(event))
+        us = sum(w.flops / hardware.core_flops_per_us(w.dtype) for w in _work_by_tile(event))
         return us / hardware.cores
     if isinstance(event, HostOp) and event.matmul is not None:
         M, N, K, count = event.matmul
@@ -258,5 +258,5 @@ def _whole_chip_us(hardware: Hardware, event: object) -> float:
     return 0.0
 
 
-def _in_order(spans: Iterable[Any]) -> list[Any]:
+def _spans_in_order(spans: Iterable[Any]) -> list[Any]:
     return sorted(spans, key=lambda span: (span.rank, span.core, span.start))

@@ -43,7 +43,7 @@ def paths_body(dtype: torch.dtype) -> bool:
     group = resolve(None)
     if not direct.reaches(group):
         return False
-    reads = direct._read
+    reads = direct._read_process
     count = 0
 
     def counted(*args: int) -> int:
@@ -51,13 +51,13 @@ def paths_body(dtype: torch.dtype) -> bool:
         count += 1
         return reads(*args)
 
-    direct._read = counted
+    direct._read_process = counted
     try:
         straight = results(rank, world_size, dtype)
         assert count >= 3 * (world_size - 1)  # two gathers and an exchange
         again = results(rank, world_size, dtype)
     finally:
-        direct._read = reads
+        direct._read_process = reads
     direct._reaches[group] = False
     shared = results(rank, world_size, dtype)
     direct._reaches[group] = True

@@ -339,7 +339,7 @@ def planned(
         q, k = on_gpu(1, 32, n, 128), on_gpu(1, 8, n, 128)
         documents = tuple(range(0, W * n + 1, 64)) if packed else None
         question = plan._Question((before, 0, documents), 0.1, ())
-        call = plan._planned(q, k, group, op, "contiguous", question, sizes, sizes)
+        call = plan._attention_plan(q, k, group, op, "contiguous", question, sizes, sizes)
     return call, decisions[0].why
 
 

@@ -1,20 +1,21 @@
-"""What the two sums over ranks of x @ w have in common: who gets which rows is all that differs.
+"""What the three fused matmuls have in common: their plans, engines and autograd.
 
-    matmul_reduce_scatter, matmul_all_reduce --> `FusedSum.run`
-        traced --> the custom op
-        resolve the group, compare the call across ranks, check the operands, choose an engine
-            generic --> products, and a collective that is differentiable itself
-            host, triton --> operands as matrices --> one autograd function --> the caller's shape
+    all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce     each has its spec, `OP`
+        traced --> `FusedOp.traced`: the custom op of that name
+        resolve the group, compare the call across ranks --> `plan_of`: check the operands, choose
+        an engine; kept
+            generic --> collectives and products that are differentiable themselves
+            host, triton, hosts --> operands as matrices --> `FusedOp.apply` --> the caller's shape
 
-Each op's file holds its spec, a `FusedSum`.
+The two sums over ranks of x @ w differ in who gets which rows alone: each is a `FusedSum`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -46,6 +47,61 @@ from weft.kernels.engine.local_matmul import (
 from weft.kernels.engine.plans import Plans
 from weft.kernels.engine.replicated import Spread, Summed
 
+_Plan = TypeVar("_Plan")
+_plans = Plans[Any](f"{__name__}._plans")
+
+
+def plan_of(
+    op: str,
+    group: Group,
+    key: tuple[Hashable, ...],
+    operands: Sequence[torch.Tensor | None],
+    make: Callable[[], _Plan],
+) -> _Plan:
+    """What a call of `op` with operands of these layouts comes to: `make()`, kept."""
+    plan: _Plan = _plans.of(
+        (op, group, settings.current_engine(), *key, *layouts_of(operands)), make
+    )
+    return plan
+
+
+class FusedFunction(torch.autograd.Function):
+    """Of one call and its operands; its own name is what profilers show."""
+
+    @staticmethod
+    def plain(call: Any, *operands: torch.Tensor | None) -> Any:
+        """What `forward` returns, where nothing is kept for gradients."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class FusedOp:
+    """What there is to know of one op.
+
+    Attributes:
+        name: of the public function, and of the custom op that it is when traced.
+        function: runs the engines, and differentiates.
+        forward: by engine: (call, operands) -> what is made.
+        backward: by engine: what is given -> the gradients that are needed; empty if they move
+            nothing.
+    """
+
+    name: str
+    function: type[FusedFunction]
+    forward: Mapping[str, Callable[..., Any]]
+    backward: Mapping[str, Callable[..., Any]]
+
+    def traced(self, *arguments: Any) -> Any:
+        """The call as a graph has it: see `weft.kernels.custom_ops`."""
+        return getattr(torch.ops.weft, self.name)(*arguments)
+
+    def apply(self, call: Any, *operands: torch.Tensor | None) -> Any:
+        """Run a fused engine on matrices."""
+        if profiler_enabled() or needs_gradient(operands):
+            return self.function.apply(call, *operands)
+        return self.function.plain(call, *operands)  # 5 us less
+
+
 # Of x, w and bias; None where it is not needed.
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
@@ -68,9 +124,6 @@ class SumPlan:
     rows: list[int]
     shape: list[int]
     room: int = -1
-
-
-_plans = Plans[SumPlan](f"{__name__}._plans")
 
 
 class SumCall(NamedTuple):
@@ -102,7 +155,8 @@ class SumCall(NamedTuple):
 
     def made_of(self, given: Operands) -> torch.Tensor:
         """This rank's part of the sum."""
-        return self.op.ways[self.engine](self, given)
+        made: torch.Tensor = self.op.forward[self.engine](self, given)
+        return made
 
     @property
     def scales(self) -> list[torch.Tensor]:
@@ -119,14 +173,18 @@ class Operands(NamedTuple):
     residual: torch.Tensor | None
 
 
-class SumFunction(torch.autograd.Function):
+class SumFunction(FusedFunction):
     """`Operands`, one by one -> y, this rank's rows of the sum."""
+
+    @staticmethod
+    def plain(call: SumCall, *operands: Any) -> torch.Tensor:
+        return call.made_of(Operands(*operands))
 
     @staticmethod
     def forward(ctx: Any, call: SumCall, *operands: Any) -> torch.Tensor:
         ctx.save_for_backward(*operands[:2])
         ctx.call = call
-        return call.made_of(Operands(*operands))
+        return SumFunction.plain(call, *operands)
 
     @staticmethod
     @outside_autocast
@@ -166,19 +224,13 @@ class _ScatteredSum(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class FusedSum:
-    """What there is to know of one op.
+class FusedSum(FusedOp):
+    """One of them: forward takes (`SumCall`, `Operands`).
 
     Attributes:
-        name: of the public function, and of the custom op that it is when traced.
-        function: runs the engines; its own name is what profilers show.
-        ways: the forward, by engine.
         gradients: (call, x, w, dy, needs) -> those of x, w and bias that are needed.
     """
 
-    name: str
-    function: type[SumFunction]
-    ways: Mapping[str, Callable[[SumCall, Operands], torch.Tensor]]
     gradients: Callable[..., Gradients]
 
     def run(
@@ -203,26 +255,22 @@ class FusedSum:
         dtype = scaling.out_dtype if scaling else x.dtype
         if is_call_traced(x):  # see `custom_ops`
             cut = () if dim is None else (dim,)
-            op = getattr(torch.ops.weft, self.name)
             rest = *cut, reduce_op, wire_dtype, *scales
-            traced: torch.Tensor = op(x, w, bias, group_name(group), *rest)
+            traced: torch.Tensor = self.traced(x, w, bias, group_name(group), *rest)
             return traced if residual is None else traced + residual
         group = resolve(group)
         operands = ("x", (*x.shape[:-1], "*")), ("w", ("*", *w.shape[1:]))
         told = reduce_op, x.dtype, *operands, ("dim", dim), ("wire_dtype", wire_dtype)
         check_call(group, lambda: call_of(self.name, told).text.decode())
-        scales_given = scaling.tensors if scaling else []
-        key = (
-            self.name, group, dim, reduce_op, dtype, wire_dtype, settings.current_engine(),
-            settings.multimem(), *layouts_of((x, w, bias, residual, *scales_given)),
-        )  # fmt: skip
+        tensors = x, w, bias, residual, *(scaling.tensors if scaling else ())
+        key = dim, reduce_op, dtype, wire_dtype, settings.multimem()
 
         def checked() -> SumPlan:
             check_sum(reduce_op)
             check_wire(wire_dtype, dtype)
             return self._checked(x, w, group, dim, bias, residual, dtype, wire_dtype)
 
-        plan = _plans.of(key, checked)
+        plan = plan_of(self.name, group, key, tensors, checked)
         engine, dim, sizes, shape = plan.engine, plan.dim, plan.sizes, plan.shape
         if engine == "generic":
             partial = scaled_partial(x, w, scaling) if scaling else partial_matmul(x, w)
@@ -244,12 +292,7 @@ class FusedSum:
         scaling = scaling and replace(scaling, rows=matrix(scaling.rows))
         average = reduce_op == "avg"
         call = SumCall(self, group, plan, average, scaling, dtype, wire_dtype, told)
-        given = Operands(flat, w, bias, residual)
-        made: torch.Tensor
-        if profiler_enabled() or needs_gradient(given):
-            made = self.function.apply(call, *given)
-        else:  # 5 us less
-            made = call.made_of(given)
+        made: torch.Tensor = self.apply(call, flat, w, bias, residual)
         if made.ndim != len(shape):
             made = made.view(*shape)  # given a list, it takes 3 us longer
         return made.movedim(0, dim) if dim else made
