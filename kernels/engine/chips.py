@@ -187,7 +187,7 @@ def scatters_in_one_shot(
     """Whether tiles of a matmul_reduce_scatter may straddle chunks of at most (chunk, N)."""
     if chip is not INTERPRETER:
         return world_size > 1 and chunk < _WHOLE_ROWS
-    tiling = tuned or tiling_for(chip, chunk, N, dtype, world_size)
+    tiling = tuned or chunk_tiling_for(chip, chunk, N, dtype, world_size)
     return world_size > 1 and chunk < tiling.block_m
 
 
@@ -250,6 +250,12 @@ def gather_tiling_for(
         # Where rows are yet to come, the first wave takes the time until then.
         return replace(tiling, block_n=256, num_stages=4, all_registers=False)
     return tiling if pair else _in_long_steps(tiling, dtype)
+
+
+def chunk_tiling_for(chip: Chip, chunk: int, N: int, dtype: torch.dtype, world_size: int) -> Tiling:
+    """As `tiling_for`, of a chunk of (chunk, N) for each rank, whose partial sums are sent."""
+    tiling = tiling_for(chip, chunk, N, dtype, world_size)
+    return _in_few_waves(tiling, chip, world_size * chunk, N, dtype, 0)
 
 
 def sum_tiling_for(chip: Chip, M: int, N: int, dtype: torch.dtype) -> Tiling:

@@ -23,13 +23,13 @@ from weft.kernels.engine import kernel_rates
 from weft.kernels.engine.chips import (
     Chip,
     Tiling,
+    chunk_tiling_for,
     gather_tiling_for,
     gathers_by_copy_engines,
     known,
     scatters_in_one_shot,
     sum_tiling_for,
     sums_in_one_shot,
-    tiling_for,
 )
 
 # Rate of Triton's matmuls relative to the library's, over the published pairs of symm-mem-recipes
@@ -236,7 +236,7 @@ def _tiling_of(
     if way == _way_of(op, chip, M, N, K, dtype, ranks):
         return kernel_rates.tiling_of(op, chip, M, N, K, dtype, ranks)
     if way == "chunks":
-        return tiling_for(chip, -(-M // ranks), N, dtype, ranks)
+        return chunk_tiling_for(chip, -(-M // ranks), N, dtype, ranks)
     if op == "all_gather_matmul":
         return gather_tiling_for(chip, M, N, dtype, ranks)
     return sum_tiling_for(chip, M, N, dtype)
