@@ -28,6 +28,27 @@ def known_sizes(
     Raises:
         ValueError: `sizes` does not have one length for each rank, or this rank's is another.
     """
+    return known_parts(x, group, dim, sizes, 0, op, *more)[0]
+
+
+_MOST = 1 << 31  # of a length, two of which are one value
+
+
+def known_parts(
+    x: torch.Tensor,
+    group: Group,
+    dim: int,
+    sizes: Sequence[int] | None,
+    own: int,
+    op: str,
+    *more: Hashable,
+) -> tuple[list[int], int]:
+    """As `known_sizes`, and the most of any rank's `own`, another length, which travels with them:
+    0 where nothing is exchanged, as `sizes` are given.
+
+    Example:
+        shards of 2 and 3 rows, own 8 and 7: ([2, 3], 8) on both ranks.
+    """
     told = (*x.shape[:dim], "*", *x.shape[dim + 1 :]), x.dtype, ("dim", dim), *more
 
     def call() -> str:
@@ -35,9 +56,10 @@ def known_sizes(
 
     check_call(group, call)
     if sizes is None:
-        return agree(group, op, x.shape[dim], told)
+        values = agree(group, op, own * _MOST + x.shape[dim], told)
+        return [value % _MOST for value in values], max(values) // _MOST
     check_sizes("sizes", sizes, group, dim, x.shape[dim])
-    return plain_sizes(sizes)
+    return plain_sizes(sizes), 0
 
 
 def even_sizes(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="the rows, as a JSON list")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw predicted over published")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page of all of it")
     args = parser.parse_args(argv)
     try:
         predictions = [predict(row) for row in read(args.file)]
@@ -49,11 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             from weft.bench.published.plot import draw
 
             draw(predictions, args.plot)
+        if args.html:
+            args.html.write_text(html_report(predictions))
     except ValueError as error:
         print(f"weft bench published: {error}", file=sys.stderr)
         return 2
-    except OSError as error:  # of the plot
-        print(f"weft bench published: cannot write {args.plot}: {error}", file=sys.stderr)
+    except OSError as error:  # of the plot, or the page
+        where = args.html or args.plot
+        print(f"weft bench published: cannot write {where}: {error}", file=sys.stderr)
         return 2
     if args.json:
         print(json.dumps([as_json(each) for each in predictions], indent=1))
@@ -104,6 +109,36 @@ def lines(predictions: Sequence[Prediction]) -> Iterable[str]:
                 f"  {name:<56} {errors.rows:>4} {errors.median:>7.0%} {errors.ninth:>8.0%} "
                 f"{errors.worst:>8.0%}"
             )
+
+
+def html_report(predictions: Sequence[Prediction]) -> str:
+    """A page with the picture, the summary and every row that has a prediction.
+
+    Raises:
+        ValueError: no row has one.
+    """
+    from weft.bench.published.plot import draw
+    from weft.bench.report.html import html_document, html_picture, html_table
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "published.png")
+        draw(predictions, path)
+        parts = [html_picture(path, "Times by the model over times that others have published")]
+    names = ("rows", "median", "90 %", "worst")
+    for title, rows in summary(predictions):
+        cells = [
+            (name, e.rows, f"{e.median:.0%}", f"{e.ninth:.0%}", f"{e.worst:.0%}")
+            for name, e in rows
+        ]
+        parts.append(html_table((title, *names), [[*map(str, line)] for line in cells]))
+    told = [
+        (f"{problem(p)}: {p.row.what}", p.kind or "", figure(p.predicted), figure(p.row.published),
+         p.row.unit, f"{p.error:+.0%}")
+        for p in predictions
+        if p.error is not None and p.predicted is not None
+    ]  # fmt: skip
+    parts.append(html_table(("what", "kind", "predicted", "published", "unit", "error"), told))
+    return html_document("".join(parts))
 
 
 def problem(prediction: Prediction) -> str:

@@ -145,7 +145,8 @@ def fused(
     sums = op != "all_gather_matmul"
     wire = _DTYPE if sums and asked else None
     moved = M * K * 2 * (W - 1) // W if not sums else M * N * 4 * (W - 1)
-    problem = engines.Problem(op, M, N, K, _DTYPE, moved, wire_dtype=wire)
+    told = 0 if sums else N  # ranks that gather tell each other their columns
+    problem = engines.Problem(op, M, N, K, _DTYPE, moved, wire_dtype=wire, most_own=told)
     regrets = engines.regrets(problem, hardware, W, asked)
     us = {
         "triton": engines.kernel_time(problem, hardware, W, asked).us,

@@ -45,11 +45,16 @@ def page(results: Sequence[Result], folder: Path) -> str:
     """The report over these results; plots are taken from `folder`."""
     sections = "".join(_section(result, folder) for result in results)
     links = " · ".join(f'<a href="#{_e(r.suite)}">{_e(r.suite)}</a>' for r in results)
+    return html_document(
+        f"{_INTRODUCTION}<p>{links}</p>{sections}<h2>How to read the tables</h2><p>{_e(LEGEND)}</p>"
+    )
+
+
+def html_document(body: str) -> str:
+    """A whole page around HTML."""
     return (
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>weft bench</title>"
-        f"<style>{_STYLE}</style></head><body><h1>weft bench</h1>{_INTRODUCTION}"
-        f"<p>{links}</p>{sections}<h2>How to read the tables</h2><p>{_e(LEGEND)}</p>"
-        "</body></html>\n"
+        f"<style>{_STYLE}</style></head><body><h1>weft bench</h1>{body}</body></html>\n"
     )
 
 
@@ -69,8 +74,8 @@ def _section(result: Result, folder: Path) -> str:
     if result.suite == "ops":
         parts += ["<h3>Which engine for which shape</h3>", *_engine_grids(result.cases)]
     for path in sorted(folder.glob(f"{result.suite}-*.png")):
-        parts.append(_figure(path, CAPTIONS[path.stem.partition("-")[2]]))
-    cells = _grid(table.header, table.rows)
+        parts.append(html_picture(path, CAPTIONS[path.stem.partition("-")[2]]))
+    cells = html_table(table.header, table.rows)
     parts.append(f"<details open><summary>All cases</summary>{cells}</details>")
     notes = [note for note in table.notes if "not quiet" not in note]
     parts.append("<ul class='small'>" + "".join(f"<li>{_e(n)}</li>" for n in notes) + "</ul>")
@@ -78,7 +83,8 @@ def _section(result: Result, folder: Path) -> str:
     return "".join(parts)
 
 
-def _figure(path: Path, caption: str) -> str:
+def html_picture(path: Path, caption: str) -> str:
+    """A PNG, inline, with what it shows."""
     data = base64.b64encode(path.read_bytes()).decode()
     return (
         f"<figure><img alt='{_e(caption)}' src='data:image/png;base64,{data}'>"
@@ -86,7 +92,7 @@ def _figure(path: Path, caption: str) -> str:
     )
 
 
-def _grid(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+def html_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """A table of text, which scrolls where it is wider than the page."""
     return _scrolling(header, ("".join(f"<td>{_e(c)}</td>" for c in row) for row in rows))
 
@@ -130,4 +136,4 @@ def _cell(case: Case | None) -> str:
 
 def _environment(result: Result) -> str:
     rows = [(key, str(value)) for key, value in result.environment.items() if value not in ("", [])]
-    return f"<details><summary>Environment</summary>{_grid(('what', 'value'), rows)}</details>"
+    return f"<details><summary>Environment</summary>{html_table(('what', 'value'), rows)}</details>"

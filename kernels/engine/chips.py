@@ -159,10 +159,20 @@ def gathers_by_copy_engines(M: int, K: int, dtype: torch.dtype, world_size: int)
     return world_size > 1 and M * K * dtype.itemsize >= world_size * _ENGINE_BYTES
 
 
-# For a matmul with all-reduce, one shot receives (W - 1) times as many bytes as the partial sums
-# have in fp32, two shots 1.25 to 2 times as many, but with a second exchange of signals. In virtual
-# time they take as long at 64 KiB for 8 ranks, and at 128 KiB for 4.
-ONE_SHOT_BYTES = 128 << 10
+def sums_in_one_shot(chip: Chip, M: int, N: int, world_size: int) -> bool:
+    """Whether a matmul_all_reduce of (M, N) has each rank receive the partial sums of all.
+
+    That is (W - 1) times their bytes; two shots receive 1.25 to 2 times as many, but exchange
+    signals once more. In virtual time both take as long at 256 KiB of fp32 on 4 H100; B200's links
+    are twice as quick: one shot takes 12.7 us, not 16.1, on 4, and 12.0, not 12.9, on 8, at 1 MiB
+    18.5, not 19.9, on 4.
+    """
+    most = 128 << 10
+    if chip is INTERPRETER:
+        most = 16 << 10
+    elif chip.name == "sm_100":
+        most = (1 << 20) if world_size <= 4 else (256 << 10)
+    return world_size <= 2 or most >= M * N * 4
 
 
 MOST_STAGES = 8
@@ -177,7 +187,7 @@ def scatters_in_one_shot(
     """Whether tiles of a matmul_reduce_scatter may straddle chunks of at most (chunk, N)."""
     if chip is not INTERPRETER:
         return world_size > 1 and chunk < _WHOLE_ROWS
-    tiling = tuned or tiling_for(chip, chunk, N, dtype, world_size)
+    tiling = tuned or chunk_tiling_for(chip, chunk, N, dtype, world_size)
     return world_size > 1 and chunk < tiling.block_m
 
 
@@ -240,6 +250,12 @@ def gather_tiling_for(
         # Where rows are yet to come, the first wave takes the time until then.
         return replace(tiling, block_n=256, num_stages=4, all_registers=False)
     return tiling if pair else _in_long_steps(tiling, dtype)
+
+
+def chunk_tiling_for(chip: Chip, chunk: int, N: int, dtype: torch.dtype, world_size: int) -> Tiling:
+    """As `tiling_for`, of a chunk of (chunk, N) for each rank, whose partial sums are sent."""
+    tiling = tiling_for(chip, chunk, N, dtype, world_size)
+    return _in_few_waves(tiling, chip, world_size * chunk, N, dtype, 0)
 
 
 def sum_tiling_for(chip: Chip, M: int, N: int, dtype: torch.dtype) -> Tiling:

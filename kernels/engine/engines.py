@@ -58,6 +58,8 @@ class Problem:
         wire_dtype: in which partial sums are asked to travel; None: as each engine does by itself.
         attention: what it attends to, on GPUs.
         tokens: of experts over several hosts, what moves; None if they cannot go host by host.
+        most_own: the most of any rank of the dim that only a rank itself knows, if they have told
+            each other: the columns of a gather's weights, the contraction of a sum. 0: unknown.
     """
 
     op: str
@@ -72,6 +74,7 @@ class Problem:
     wire_dtype: torch.dtype | None = None
     attention: fused_times.AttentionWork | None = None
     tokens: TokensOverHosts | None = None
+    most_own: int = 0
 
 
 def too_wide(D: int, widest: int) -> str:
@@ -461,20 +464,20 @@ _OWN_SIZES = (1.0, 2.0, 4.0)
 def regrets(
     problem: Problem, chip: Hardware, W: int, switch: bool = False
 ) -> dict[RunnableEngine, float]:
-    """The most that each engine takes of the quickest one's time, over sizes of the dim that only a
-    rank itself knows: the columns of a weight in a gather, the contraction in a sum.
+    """The most that each engine takes of the quickest one's time: at `most_own`, or over sizes of
+    the dim that only a rank itself knows.
 
     Args:
         switch: whether the NVLink switch may add up.
     """
-    return dict(_regrets(_with_own(problem, 1.0), chip, W, switch))
+    return dict(_regrets(_with_own(problem, problem.most_own), chip, W, switch))
 
 
-def _with_own(problem: Problem, part: float) -> Problem:
-    """The dim that only a rank knows, relative to the one that all know."""
+def _with_own(problem: Problem, size: int) -> Problem:
+    """`size` for the dim that only a rank knows."""
     if problem.op == "all_gather_matmul":
-        return replace(problem, N=max(1, round(problem.K * part)))
-    return replace(problem, K=max(1, round(problem.N * part)))
+        return replace(problem, N=max(1, size))
+    return replace(problem, K=max(1, size))
 
 
 @lru_cache(maxsize=4096)
@@ -482,8 +485,10 @@ def _regrets(
     problem: Problem, chip: Hardware, W: int, switch: bool
 ) -> tuple[tuple[RunnableEngine, float], ...]:
     most: dict[RunnableEngine, float] = {"triton": 0.0, "generic": 0.0}
-    for part in _OWN_SIZES:
-        tried = _with_own(problem, part / W)
+    known = problem.K if problem.op == "all_gather_matmul" else problem.N
+    usual = [round(known * part / W) for part in _OWN_SIZES]
+    for size in [problem.most_own] if problem.most_own else usual:
+        tried = _with_own(problem, size)
         us: dict[RunnableEngine, float] = {
             "triton": kernel_time(tried, chip, W, switch).us,
             "generic": sum(each.us for each in unfused_parts(tried, chip, W, switch)),

@@ -21,15 +21,15 @@ from weft.collectives.prices.hardware import Hardware
 from weft.collectives.protocols import KERNEL_US, Fabric, switch_us, two_shot_us
 from weft.kernels.engine import kernel_rates
 from weft.kernels.engine.chips import (
-    ONE_SHOT_BYTES,
     Chip,
     Tiling,
+    chunk_tiling_for,
     gather_tiling_for,
     gathers_by_copy_engines,
     known,
     scatters_in_one_shot,
     sum_tiling_for,
-    tiling_for,
+    sums_in_one_shot,
 )
 
 # Rate of Triton's matmuls relative to the library's, over the published pairs of symm-mem-recipes
@@ -227,7 +227,7 @@ def _way_of(op: str, chip: Chip, M: int, N: int, K: int, dtype: torch.dtype, ran
         return large if gathers_by_copy_engines(M, K, dtype, ranks) else small
     if op == "matmul_reduce_scatter":
         return small if scatters_in_one_shot(chip, -(-M // ranks), N, dtype, ranks, None) else large
-    return small if ranks <= 2 or M * N * 4 <= ONE_SHOT_BYTES else large
+    return small if sums_in_one_shot(chip, M, N, ranks) else large
 
 
 def _tiling_of(
@@ -236,7 +236,7 @@ def _tiling_of(
     if way == _way_of(op, chip, M, N, K, dtype, ranks):
         return kernel_rates.tiling_of(op, chip, M, N, K, dtype, ranks)
     if way == "chunks":
-        return tiling_for(chip, -(-M // ranks), N, dtype, ranks)
+        return chunk_tiling_for(chip, -(-M // ranks), N, dtype, ranks)
     if op == "all_gather_matmul":
         return gather_tiling_for(chip, M, N, dtype, ranks)
     return sum_tiling_for(chip, M, N, dtype)
@@ -252,7 +252,7 @@ def sent_bytes(
     way: str = "",
     wire: torch.dtype | None = None,
 ) -> float:
-    """Through a rank's port; `way` and `wire` as in `fused_time`."""
+    """Through a rank's port; `way` and `wire` as in `fused_time`; without `way` in two shots."""
     partial, whole = (4, 4) if dtype == "float32" else (_PARTIAL, _WHOLE)
     if wire is not None:
         partial = wire.itemsize
@@ -262,7 +262,7 @@ def sent_bytes(
         return M * K * _torch(dtype).itemsize * others / ranks
     if op == "matmul_reduce_scatter":
         return M * N * partial * others / ranks
-    if way == small or (not way and (M * N * 4 <= ONE_SHOT_BYTES or ranks == 2)):
+    if way == small or ranks == 2:
         return M * N * partial * others
     return M * N * (partial + whole) * others / ranks
 

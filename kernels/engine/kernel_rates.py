@@ -25,10 +25,10 @@ from weft.kernels.engine import tuning
 from weft.kernels.engine.chips import (
     Chip,
     Tiling,
+    chunk_tiling_for,
     gather_tiling_for,
     scatters_in_one_shot,
     sum_tiling_for,
-    tiling_for,
 )
 
 GUESS = 0.95  # where nothing was measured; of plain matmuls on an H200 0.94 to 0.99 (docs/gpu.md)
@@ -56,7 +56,7 @@ def tiling_of(op: str, chip: Chip, M: int, N: int, K: int, dtype: torch.dtype, W
         M = chunk * W  # what its launch is for
     tuned = tuning.choice_for(op, chip, M, N, K if gathers else 0, dtype, W).tiling
     if op == "matmul_reduce_scatter" and not scatters_in_one_shot(chip, chunk, N, dtype, W, tuned):
-        return tuned or tiling_for(chip, chunk, N, dtype, W)
+        return tuned or chunk_tiling_for(chip, chunk, N, dtype, W)
     if gathers:
         return tuned or gather_tiling_for(chip, M, N, dtype, W)
     return tuned or sum_tiling_for(chip, M, N, dtype)

@@ -29,7 +29,7 @@ from weft.collectives import Group, all_gather, resolve
 from weft.collectives.memory.repeatable import repeatable
 from weft.collectives.ranks.group import GroupLike, group_name
 from weft.collectives.ranks.traced import is_call_traced
-from weft.collectives.sizes import known_sizes
+from weft.collectives.sizes import known_parts
 from weft.kernels.engine import epilogues
 from weft.kernels.engine.autocast import autocast, outside_autocast
 from weft.kernels.engine.engines import choose, record_backward, refuse_second_order
@@ -91,7 +91,7 @@ def all_gather_matmul(
             backward gathers again. None: the gathered x where the engine makes it anyway
             ("generic"), else the shard, with this rank's share of those from other hosts.
         sizes: length of every rank's shard along `gather_dim`, if known; None: the ranks exchange
-            them, which costs a few us.
+            them, which costs a few us, and N, by which `auto` then chooses.
         scale_a, scale_b, out_dtype: for x and w of torch.float8_e4m3fn, as in torch._scaled_mm.
             scale_a: fp32, () or (1,), or (*batch of x, 1), one for each row; scale_b: fp32, () or
             (1,), or (1, N), one for each column; a list if w is one. y = (gathered * scale_a) @
@@ -155,15 +155,16 @@ def all_gather_matmul(
             "gather_dim of fp8 operands must not be the contraction, along which each shard would "
             "have scales of its own"
         )
-    lengths = known_sizes(x, group, gather_dim, sizes, "all_gather_matmul")
+    mine = sum(weight.shape[-1] for weight in weights)
+    lengths, widest = known_parts(x, group, gather_dim, sizes, mine, "all_gather_matmul")
     given = [*weights, *biases, *(scaling.tensors if scaling else ())]
     dtype = scaling.out_dtype if scaling else x.dtype
-    key = gather_dim, *lengths, dtype, len(weights)
+    key = gather_dim, *lengths, widest, dtype, len(weights)
 
     def planned() -> GatherPlan:
         K = sum(lengths) if contracted else x.shape[-1]
         check_operands(x, K, weights, biases, dtype)
-        return _gather_plan(x, weights, group, gather_dim, lengths)
+        return _gather_plan(x, weights, group, gather_dim, lengths, widest)
 
     plan = plan_of(OP.name, group, key, (x, *given), planned)
     front, engine = x.movedim(gather_dim, 0) if gather_dim else x, plan.engine
@@ -207,9 +208,14 @@ def _bias_list(x: torch.Tensor, biases: Sequence[torch.Tensor | None]) -> list[t
 
 
 def _gather_plan(
-    x: torch.Tensor, weights: list[torch.Tensor], group: Group, gather_dim: int, sizes: list[int]
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    group: Group,
+    gather_dim: int,
+    sizes: list[int],
+    widest: int,
 ) -> GatherPlan:
-    engine = choose(gather_problem(x, weights, gather_dim, sizes), group, x.device)
+    engine = choose(gather_problem(x, weights, gather_dim, sizes, widest), group, x.device)
     between = math.prod(x.shape[:gather_dim]) * math.prod(x.shape[gather_dim + 1 : -1])
     told = (
         x.dtype, ("x", (*x.shape[:gather_dim], "*", *x.shape[gather_dim + 1 :])),

@@ -322,9 +322,17 @@ def _triton_backward(given: GatherGradient) -> GatherGradients:
 
 
 def gather_problem(
-    x: torch.Tensor, weights: list[torch.Tensor], gather_dim: int, sizes: list[int]
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    gather_dim: int,
+    sizes: list[int],
+    widest: int = 0,
 ) -> Problem:
-    """What the choice of engine for a call, or for its gradient, depends on."""
+    """What the choice of engine for a call, or for its gradient, depends on.
+
+    Args:
+        widest: the most columns that a rank's weights have, if all ranks know.
+    """
     whole = [*x.shape]
     whole[gather_dim] = sum(sizes)
     # What the rank with the smallest shard receives: the same number on every rank.
@@ -337,6 +345,7 @@ def gather_problem(
         x.dtype,
         received * x.element_size(),
         refusal="the gathered dim is the contraction" if gather_dim == x.ndim - 1 else "",
+        most_own=widest,
     )
 
 

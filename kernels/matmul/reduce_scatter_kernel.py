@@ -67,7 +67,7 @@ from weft.kernels.device import partial_sums, summed_tiles, tiles, turns
 from weft.kernels.device.partial_sums import wire_of
 from weft.kernels.device.summed_tiles import Products, SumConfig, slot_bytes, tile_count
 from weft.kernels.engine import tuning
-from weft.kernels.engine.chips import Chip, chip_of, scatters_in_one_shot, tiling_for
+from weft.kernels.engine.chips import Chip, chip_of, chunk_tiling_for, scatters_in_one_shot
 from weft.kernels.engine.fp8 import Scaling
 from weft.kernels.matmul import one_shot_kernel
 
@@ -85,7 +85,7 @@ def reduce_scatter_config(
     """The launch for chunks of at most (chunk, N). K plays no part: ranks may differ in it."""
     op, M = "matmul_reduce_scatter", world_size * chunk
     choice = tuning.choice_for(op, chip, M, N, 0, dtype, world_size)
-    tiling = choice.tiling or tiling_for(chip, chunk, N, dtype, world_size)
+    tiling = choice.tiling or chunk_tiling_for(chip, chunk, N, dtype, world_size)
     # Tiles that straddle chunks read w once for all of them.
     if scatters_in_one_shot(chip, chunk, N, dtype, world_size, choice.tiling):
         return one_shot_kernel.one_shot_config(M, N, dtype, chip, choice.tiling)

@@ -57,12 +57,11 @@ from weft.kernels.device.partial_sums import wire_of
 from weft.kernels.device.summed_tiles import Products, SumConfig, slot_bytes, tile_count
 from weft.kernels.engine import tuning
 from weft.kernels.engine.chips import (
-    INTERPRETER,
-    ONE_SHOT_BYTES,
     Chip,
     Tiling,
     chip_of,
     sum_tiling_for,
+    sums_in_one_shot,
 )
 from weft.kernels.engine.fp8 import Scaling
 from weft.kernels.engine.fused_times import adds_by_switch
@@ -80,9 +79,8 @@ def all_reduce_config(
     M: int, N: int, dtype: torch.dtype, world_size: int, chip: Chip
 ) -> TwoShotConfig | one_shot_kernel.OneShotConfig:
     """The launch for a sum of (M, N) matrices. K plays no part: ranks may differ in it."""
-    one_shot_bytes = 32 * 32 * 4 * 4 if chip is INTERPRETER else ONE_SHOT_BYTES
     choice = tuning.choice_for("matmul_all_reduce", chip, M, N, 0, dtype, world_size)
-    if world_size <= 2 or one_shot_bytes >= M * N * 4:
+    if sums_in_one_shot(chip, M, N, world_size):
         return one_shot_kernel.one_shot_config(M, N, dtype, chip, choice.tiling)
     return two_shot_config(M, N, dtype, chip, choice.tiling)
 

@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_rows_are_kept_and_become_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaling_page, "MODELS", {"toy": Model("toy", 256, 512, 2, 2, 128)})
     kept, page = tmp_path / "scaling.json", tmp_path / "page.md"
-    page.write_text("before\n<!-- scaling -->\nold\n<!-- /scaling -->\nafter\n")
+    marks = "<!-- overlap -->\n<!-- /overlap -->\n<!-- scaling -->\nold\n<!-- /scaling -->"
+    page.write_text(f"before\n{marks}\nafter\n")
     command = ["--ops", "all_gather_matmul", "--rows", "64", "--ranks", "2", "--keep", str(kept)]
     assert scaling_page.main([*command, "--page", str(page)]) == 0
     rows = scaling_page.load(kept)
@@ -100,6 +101,7 @@ def test_the_page_is_made_of_the_kept_rows() -> None:
     rows = scaling_page.load(kept)
     assert rows, "python -m tools.scaling_page --page docs/scaling.md makes them"
     assert scaling_tables.tables(rows) in text
+    assert scaling_tables.overlap(rows) in text
 
 
 def test_a_report_draws_a_layer_with_its_exposed_communication(tmp_path: Path) -> None:

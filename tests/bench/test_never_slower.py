@@ -12,8 +12,8 @@ from weft.bench.published import never_slower
 from weft.collectives.prices.hardware import named
 from weft.kernels.engine import tuning
 
-# The most of the better engine's time; gathers decide without N, sums without K.
-LIMITS = {"h100": 1.22, "mi300x": 1.25}
+# The most of the better engine's time: sums decide without K.
+LIMITS = {"h100": 1.08, "mi300x": 1.06}
 
 
 @pytest.mark.parametrize("chip", ["h100", "mi300x"])
@@ -26,7 +26,8 @@ def test_auto_takes_the_quicker_engine(chip: str) -> None:
         slower.append(us[each.auto] / min(us["triton"], us["generic"]))
     assert len(slower) == 180
     assert max(slower) < LIMITS[chip]
-    assert sum(ratio > 1.05 for ratio in slower) < len(slower) // 8
+    assert max(slower[: len(slower) // 3]) == 1  # of gathers, whose ranks tell their columns
+    assert sum(ratio > 1.05 for ratio in slower) < len(slower) // 50
 
 
 def test_the_command(capsys: Any) -> None:

@@ -320,6 +320,11 @@ def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     text = (tmp_path / "a.svg").read_text()
     assert text == (tmp_path / "b.svg").read_text()
     assert "matmul_reduce_scatter, fused" in text
+    page = tmp_path / "page.html"
+    assert cli.main(["published", "--json", "--html", str(page)]) == 0
+    report = page.read_text()
+    assert report.count("<img") == 1 and "data:image/png" in report and "held out, by op" in report
+    assert report.count("<td>us</td>") > 200
     capsys.readouterr()
     assert cli.main(["published", "--plot", str(tmp_path / "none" / "a.svg")]) == 2
     assert cli.main(["published", "--plot", str(tmp_path / "a.what")]) == 2

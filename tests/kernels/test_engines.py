@@ -184,6 +184,36 @@ def test_no_rank_keeps_a_choice_that_another_must_make_anew() -> None:
 
 
 @pytest.mark.ranks(2)
+def test_ranks_that_gather_tell_each_other_their_columns() -> None:
+    rank, asked = dist.get_rank(), []
+
+    def noted(problem: engines.Problem, *where: Any) -> engines.RunnableEngine:
+        asked.append(problem.most_own)
+        return engines.choose(problem, *where)
+
+    x = torch.ones(4, 3 + 2)
+    with patch("weft.kernels.matmul.all_gather.choose", noted):
+        for mine, sizes in ((8 + rank, None), (8 + 3 * rank, None), (8 + rank, [4, 4])):
+            y = weft.all_gather_matmul(x, torch.ones(5, mine), sizes=sizes)
+            assert y.shape == (8, mine) and y.unique().tolist() == [5]
+    assert asked == [9, 11, 0]  # rank 0 looks again, as rank 1 has other columns
+
+
+def test_columns_that_all_know_decide() -> None:
+    """What a rank alone has more of, or less, does not count; unknown columns are usual ones."""
+    hardware, sizes = named("h100"), (1024, 4096)
+    problem = engines.Problem("all_gather_matmul", sizes[0], 1792, sizes[1], torch.bfloat16, 0)
+    us = {"triton": engines.kernel_time(problem, hardware, 8, False).us}
+    us["generic"] = sum(part.us for part in engines.unfused_parts(problem, hardware, 8))
+    told = replace(problem, most_own=1792)
+    wanted = {engine: each / min(us.values()) for engine, each in us.items()}
+    assert wanted["generic"] > 1.2 and engines.regrets(told, hardware, 8) == wanted
+    assert engines.regrets(replace(told, N=1700), hardware, 8) == wanted
+    unknown = engines.regrets(problem, hardware, 8)
+    assert min(unknown, key=lambda engine: unknown[engine]) == "generic"
+
+
+@pytest.mark.ranks(2)
 def test_calls_have_names_in_the_profiler() -> None:
     x = torch.ones(4, 4)
     q = torch.ones(1, 2, 1, 4)
