@@ -587,7 +587,7 @@ def arithmetic_us(hardware: Hardware, work: Work) -> float:
 
 
 def library_matmul_us(hardware: Hardware, Ms: Sequence[int], N: int, K: int, dtype: str) -> float:
-    """Products (M, K) @ (K, N) by one launch of a library: the best of its tiles, in whole waves."""
+    """Products (M, K) @ (K, N) in a launch of a library: the best of its tiles, in whole waves."""
     flops_per_us = hardware.core_flops_per_us(dtype)
     itemsize = {"float64": 8, "float32": 4, "tf32": 4, "float8": 1}.get(dtype, 2)
     best = float("inf")
