@@ -8,8 +8,10 @@
 
         x --dispatch--> rows of this rank's experts --the module's own forward--> --combine--> y
 
-The module's forward is called with rows of this rank's experts and with plain tensors, its own
-parts, in place of its parameters, so that it need not know.
+Where that forward is found to be down(silu(gate(x)) * up(x)), or one of the other activations
+without a gate, both ways are fused with its matmuls, and it is not called. Else it is called with
+rows of this rank's experts and with plain tensors, its own parts, in place of its parameters, so
+that it need not know.
 """
 
 from __future__ import annotations
@@ -26,9 +28,17 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from weft.collectives.ranks.group import group_name
 from weft.dtensor.api import distribute_parameter
 from weft.dtensor.tensor import DTensor
-from weft.kernels import Routing, combine, dispatch, route
+from weft.kernels import (
+    Routing,
+    combine,
+    dispatch,
+    dispatch_grouped_matmul,
+    grouped_matmul_combine,
+    route,
+)
 from weft.kernels.engine.fp8 import Quantize, check_quantize
 from weft.kernels.experts.routing import check_weights
+from weft.kernels.layers.expert_code import KnownExperts, known_experts
 
 
 class ExpertParallel(ParallelStyle):
@@ -43,6 +53,11 @@ class ExpertParallel(ParallelStyle):
 
     Its attribute `num_experts`, if it has one, becomes the number of this rank's. Gradients of
     weights are sums over the tokens of all ranks.
+
+    The code is tried once, with small weights: what does the same as experts of
+    `ExpertParallelMLP` runs as those do, by `dispatch_grouped_matmul` and
+    `grouped_matmul_combine`, in the dtype that it multiplies in. Other code is called as it is,
+    between `dispatch` and `combine`.
 
     Args:
         input_layouts: how the tokens are placed that the module is called with: Shard(0), each rank
@@ -80,6 +95,7 @@ class ExpertParallel(ParallelStyle):
                 f"{type(module).__name__} with {shapes}: name the module of the experts alone, and "
                 f"stack their weights, or use weft.dispatch_grouped_matmul"
             )
+        known = known_experts(module)
         for each in module.modules():
             for name, _ in list(each.named_parameters(recurse=False)):
                 distribute_parameter(each, name, device_mesh, [Shard(0)], self.src_data_rank)
@@ -87,11 +103,17 @@ class ExpertParallel(ParallelStyle):
             own: Any = next(module.parameters())
             vars(module)["num_experts"] = len(own.to_local())
         name = group_name(device_mesh)
-        vars(module)["forward"] = partial(self._forward, module, module.forward, name)
+        vars(module)["forward"] = partial(self._forward, module, module.forward, known, name)
         return module
 
     def _forward(
-        self, module: nn.Module, forward: Any, group: str, x: Any, *rest: torch.Tensor
+        self,
+        module: nn.Module,
+        forward: Any,
+        known: KnownExperts | None,
+        group: str,
+        x: Any,
+        *rest: torch.Tensor,
     ) -> Any:
         """The call of the module, whose own is `forward`."""
         if len(rest) not in (1, 2):
@@ -112,24 +134,13 @@ class ExpertParallel(ParallelStyle):
             ids, weights = (_own_tokens(each, mesh, others) for each in rest)
             check_weights(weights, ids)
         routing = route(ids, num_experts, group)
-        rows = dispatch(tokens, routing, quantize=self.quantize)
         parts = _LocalParts(module)
-        if not len(parts.tensors[0]):  # nothing to compute, but gradients of nothing
-            rows = parts.tied_to(rows)
-        elif weights is None:
-            counts = routing.counts.sum(0).to(rest[0].dtype)
-            rows = _used(parts.run(forward, _used(rows, routing), counts), routing)
+        if known is not None:
+            y = _fused(known, parts.named, tokens, routing, weights, self.quantize)
         else:
-            at = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
-            expert = torch.searchsorted(routing.ends, at, right=True).clamp(
-                max=len(routing.ends) - 1
-            )
-            ones = weights.new_ones(len(rows), 1)
-            rows = parts.run(
-                forward, _used(rows, routing), expert.unsqueeze(1).to(rest[0].dtype), ones
-            )
-            rows = _used(rows, routing)
-        y = combine(rows, weights, routing)
+            rows = dispatch(tokens, routing, quantize=self.quantize)
+            made = _by_module(parts, forward, rows, routing, rest[0].dtype, weights)
+            y = combine(made, weights, routing)
         if is_own and self.use_local_output and self.output_layouts == (Shard(0),):
             return y
         whole: dict[str, Any] = (
@@ -164,6 +175,55 @@ def _experts_of_rows(num_tokens_per_expert: torch.Tensor, rows: int) -> torch.Te
     return expert.masked_fill(expert == len(ends), -1).unsqueeze(1)
 
 
+def _fused(
+    known: KnownExperts,
+    stored: dict[str, torch.Tensor],
+    tokens: torch.Tensor,
+    routing: Routing,
+    weights: torch.Tensor | None,
+    quantize: Quantize | None,
+) -> torch.Tensor:
+    """What the module's code makes of the tokens, by the fused ops."""
+    layout, dtype = known.layout, known.dtype or next(iter(stored.values())).dtype
+    *ups, down = (
+        layout.value(role, stored[layout.keys([], role)[0]]).to(dtype).transpose(1, 2)
+        for role in layout.roles
+    )
+    h, _ = dispatch_grouped_matmul(
+        tokens.to(dtype),
+        routing,
+        ups if len(ups) > 1 else ups[0],
+        activation=known.activation,
+        quantize=quantize,
+    )
+    assert isinstance(h, torch.Tensor)  # of one weight, or of a pair that makes one
+    return grouped_matmul_combine(h, down, weights, routing).to(tokens.dtype)
+
+
+def _by_module(
+    parts: _LocalParts,
+    forward: Any,
+    rows: torch.Tensor,
+    routing: Routing,
+    integers: torch.dtype,
+    weights: torch.Tensor | None,
+) -> torch.Tensor:
+    """What the module's own code makes of rows of this rank's experts; `integers`: as it takes
+    counts, or ids.
+    """
+    if not len(parts.tensors[0]):  # nothing to compute, but gradients of nothing
+        return parts.tied_to(rows)
+    rows = _used(rows, routing)
+    if weights is None:
+        counts = routing.counts.sum(0).to(integers)
+        return _used(parts.run(forward, rows, counts), routing)
+    at = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
+    expert = torch.searchsorted(routing.ends, at, right=True).clamp(max=len(routing.ends) - 1)
+    ones = weights.new_ones(len(rows), 1)
+    made = parts.run(forward, rows, expert.unsqueeze(1).to(integers), ones)
+    return _used(made, routing)
+
+
 def _used(rows: torch.Tensor, routing: Routing) -> torch.Tensor:
     """The rows with 0 in those beyond what was received, as buffers of a GPU have them."""
     if rows.device.type == "cpu":
@@ -183,6 +243,11 @@ class _LocalParts:
             if param is not None
         ]
         self.tensors: list[torch.Tensor] = [cast(DTensor, p).to_local() for *_, p in self._places]
+
+    @property
+    def named(self) -> dict[str, torch.Tensor]:
+        """They, by the names that the module has for them."""
+        return {name: own for (_, name, _), own in zip(self._places, self.tensors, strict=True)}
 
     def run(self, forward: Any, rows: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         """forward(rows, *rest)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -106,19 +107,35 @@ def _makes_floats(kwargs: dict[str, Any]) -> bool:
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point
 
 
-def _matmul_sizes(name: str, reads: list[torch.Tensor]) -> tuple[int, int, int, int] | None:
-    """(M, N, K) and how often."""
+def _matmul_sizes(name: str, reads: list[torch.Tensor]) -> tuple[tuple[int, ...], int, int] | None:
+    """The rows M of each product (M, K) @ (K, N) of a launch, N and K."""
+    if name in ("_grouped_mm", "_scaled_grouped_mm"):
+        return _grouped(reads)
     if name in ("mm", "addmm", "addmm_", "_scaled_mm"):
         matrices = [t for t in reads if t.ndim == 2]
         a, b = matrices[:2] if name in ("mm", "_scaled_mm") else matrices[-2:]
-        return a.shape[0], b.shape[1], a.shape[1], 1
+        return (a.shape[0],), b.shape[1], a.shape[1]
     if name in ("bmm", "baddbmm", "baddbmm_"):
         a, b = [t for t in reads if t.ndim == 3][-2:]
-        return a.shape[1], b.shape[2], a.shape[2], a.shape[0]
+        return (a.shape[1],) * a.shape[0], b.shape[2], a.shape[2]
     if name == "_linear_pointwise":
         x, w = reads[0], reads[-1] if reads[-1].ndim == 2 else reads[1]
-        return math.prod(x.shape[:-1]), w.shape[0], w.shape[1], 1
+        return (math.prod(x.shape[:-1]),), w.shape[0], w.shape[1]
     return None
+
+
+def _grouped(reads: list[torch.Tensor]) -> tuple[tuple[int, ...], int, int]:
+    """As `_matmul_sizes`, of groups that end where the integers among the operands say."""
+    a, b = reads[:2]
+    ends = next((t.tolist() for t in reads if not t.is_floating_point()), [])
+    counts = tuple(stop - start for start, stop in pairwise([0, *ends]))
+    if a.ndim == b.ndim == 3:
+        return (a.shape[1],) * len(a), b.shape[2], a.shape[2]
+    if a.ndim == 2 and b.ndim == 2:  # groups of the contraction, which count as equal
+        return (a.shape[0],) * len(counts), b.shape[1], -(-sum(counts) // max(1, len(counts)))
+    if a.ndim == 3:  # groups of columns: as of the transposes
+        return counts, a.shape[1], a.shape[2]
+    return counts, b.shape[2], a.shape[1]
 
 
 _WIDE_MM = (torch.ops.aten.mm.dtype, torch.ops.aten.mm.dtype_out)

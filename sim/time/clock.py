@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -586,13 +586,13 @@ def arithmetic_us(hardware: Hardware, work: Work) -> float:
     return work.flops / hardware.core_flops_per_us(work.dtype) + other
 
 
-def library_matmul_us(hardware: Hardware, M: int, N: int, K: int, count: int, dtype: str) -> float:
-    """`count` products (M, K) @ (K, N) by a library: the best of its tiles, in whole waves."""
+def library_matmul_us(hardware: Hardware, Ms: Sequence[int], N: int, K: int, dtype: str) -> float:
+    """Products (M, K) @ (K, N) in a launch of a library: the best of its tiles, in whole waves."""
     flops_per_us = hardware.core_flops_per_us(dtype)
     itemsize = {"float64": 8, "float32": 4, "tf32": 4, "float8": 1}.get(dtype, 2)
     best = float("inf")
     for rows, columns in _LIBRARY_TILES:
-        tiles = count * -(-M // rows) * -(-N // columns)
+        tiles = sum(-(-M // rows) for M in Ms) * -(-N // columns)
         dots = 2 * rows * columns * K / flops_per_us
         loads = (rows + columns) * K * itemsize / (hardware.core_bandwidth / 1e6)
         best = min(best, -(-tiles // hardware.cores) * max(dots, loads))

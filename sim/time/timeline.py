@@ -252,9 +252,9 @@ def _whole_chip_us(hardware: Hardware, event: object) -> float:
         us = sum(w.flops / hardware.core_flops_per_us(w.dtype) for w in _work_by_tile(event))
         return us / hardware.cores
     if isinstance(event, HostOp) and event.matmul is not None:
-        M, N, K, count = event.matmul
+        Ms, N, K = event.matmul
         rate = hardware.core_flops_per_us(event.dtype) * hardware.cores
-        return 2 * M * N * K * count / rate
+        return 2 * sum(Ms) * N * K / rate
     return 0.0
 
 

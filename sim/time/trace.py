@@ -135,14 +135,14 @@ class HostOp:
 
     Attributes:
         reads, writes: owner of the memory -> bytes.
-        matmul: (M, N, K) and how often, if it is one.
+        matmul: if it is one, or several: the rows M of each (M, K) @ (K, N), N and K.
         collective: whether it is a process group's, of all ranks.
     """
 
     name: str
     reads: dict[int, int]
     writes: dict[int, int]
-    matmul: tuple[int, int, int, int] | None = None
+    matmul: tuple[tuple[int, ...], int, int] | None = None
     dtype: str = "float32"
     collective: bool = False
 

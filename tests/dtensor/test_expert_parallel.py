@@ -11,16 +11,22 @@ from dtensors import world
 from torch import nn
 from torch.nn import functional
 
+import weft
 from weft.dtensor import DTensor, Replicate, Shard, distribute_tensor
 from weft.dtensor.parallel import ExpertParallel, parallelize_module
 from weft.kernels import grouped_matmul
 from weft.kernels.engine.fp8 import magnitudes, quantized
+from weft.kernels.layers.expert_code import known_experts
+from weft.kernels.layers.expert_weights import ExpertLayout
 
 H, F = 12, 8
+GATES = {"fused": functional.silu, "as it is": torch.tanh}
 
 
 class SortedExperts(nn.Module):
     """Called as torchtitan's GroupedExperts: rows sorted by expert, and how many each has."""
+
+    gate = staticmethod(functional.silu)
 
     def __init__(self, experts: int, grouped: bool, dtype: torch.dtype) -> None:
         super().__init__()
@@ -33,10 +39,10 @@ class SortedExperts(nn.Module):
         if self.grouped:
             ends = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
             gate, up = (grouped_matmul(x, w.mT, ends) for w in (self.w1, self.w3))
-            return grouped_matmul(functional.silu(gate) * up, self.w2.mT, ends)
+            return grouped_matmul(self.gate(gate) * up, self.w2.mT, ends)
         counts = num_tokens_per_expert.long().tolist()
         made = [
-            (functional.silu(rows @ w1.T) * (rows @ w3.T)) @ w2.T
+            (self.gate(rows @ w1.T) * (rows @ w3.T)) @ w2.T
             for rows, w1, w2, w3 in zip(
                 x[: sum(counts)].split(counts), self.w1, self.w2, self.w3, strict=True
             )
@@ -46,6 +52,8 @@ class SortedExperts(nn.Module):
 
 class RoutedExperts(nn.Module):
     """Called as transformers' experts: tokens, the experts of each, and their weights."""
+
+    gate = staticmethod(functional.silu)
 
     def __init__(self, experts: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -62,7 +70,7 @@ class RoutedExperts(nn.Module):
             slot, token = torch.where(mask[expert])
             rows = hidden_states[token]
             gate, up = functional.linear(rows, self.gate_up_proj[expert]).chunk(2, -1)
-            rows = functional.linear(functional.silu(gate) * up, self.down_proj[expert])
+            rows = functional.linear(self.gate(gate) * up, self.down_proj[expert])
             result.index_add_(0, token, rows * top_k_weights[token, slot, None])
         return result
 
@@ -92,21 +100,99 @@ def check(module: nn.Module, whole: nn.Module) -> None:
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
 
 
-def pair(make: Any, *args: Any) -> tuple[Any, Any]:
-    """A module on all ranks, and the same whole."""
+def pair(make: Any, *args: Any, code: str = "fused") -> tuple[Any, Any]:
+    """A module on all ranks, and the same whole, with code that the fused ops know, or not."""
     modules = []
     for _ in range(2):
         torch.manual_seed(0)
         modules.append(make(*args))
+        modules[-1].gate = GATES[code]
     return modules[0], modules[1]
 
 
+class RoundedExperts(SortedExperts):
+    """In bf16 whatever the weights are, as torchtitan's GroupedExperts multiply."""
+
+    def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        ends = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
+        w1, w2, w3 = (w.bfloat16().mT for w in (self.w1, self.w2, self.w3))
+        gate, up = (grouped_matmul(x.bfloat16(), w, ends) for w in (w1, w3))
+        return grouped_matmul(self.gate(gate) * up, w2, ends).type_as(x)
+
+
+class PlainExperts(nn.Module):
+    """Without gates, and with features in the first dim of w1: what `x @ w1` takes."""
+
+    def __init__(self, transposed: bool) -> None:
+        super().__init__()
+        self.transposed = transposed
+        self.w1 = nn.Parameter(torch.randn(4, *((H, F) if transposed else (F, H))))
+        self.w2 = nn.Parameter(torch.randn(4, *((F, H) if transposed else (H, F))))
+
+    def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        ends = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
+        w1, w2 = (w if self.transposed else w.mT for w in (self.w1, self.w2))
+        return grouped_matmul(functional.gelu(grouped_matmul(x, w1, ends)), w2, ends)
+
+
+def test_what_the_code_of_experts_computes() -> None:
+    gated, merged = ("w1", "w3", "w2"), ("gate_up_proj", "down_proj")
+    for dtype in torch.float64, torch.float32, torch.bfloat16:
+        for experts, names in (
+            (SortedExperts(3, False, dtype), gated),
+            (SortedExperts(3, True, dtype), gated),
+            (RoutedExperts(3, dtype), merged),
+        ):
+            assert known_experts(experts) == (ExpertLayout(names), "swiglu", None)
+            assert experts.num_experts == 3
+            others = torch.tanh, functional.gelu, lambda gate: functional.silu(gate.clamp(max=9))
+            for experts.gate in others:
+                assert known_experts(experts) is None
+    with torch.device("meta"):
+        rounded = RoundedExperts(3, False, torch.float32)
+    assert known_experts(rounded) == (ExpertLayout(gated), "swiglu", torch.bfloat16)
+    assert known_experts(PlainExperts(False)) == (ExpertLayout(("w1", "w2")), "gelu", None)
+    assert known_experts(PlainExperts(True)) is None
+    weights_at_the_input = RoutedExperts(3, torch.float32)
+    own = weights_at_the_input.forward
+    weights_at_the_input.forward = (
+        lambda x, ids, weights: own(  # type: ignore[method-assign]
+            x * weights[:, :1], ids, torch.ones_like(weights)
+        )
+    )
+    assert known_experts(weights_at_the_input) is None
+
+
+@pytest.mark.ranks(2)
+def test_which_experts_are_fused() -> None:
+    """By what is explained; and in the dtype that the code multiplies in."""
+    x, ids, weights = (t.float() if t.is_floating_point() else t for t in routed(5, 4, 2, 0))
+    rows, counts = by_expert(x, ids, 4)
+    fused = "dispatch_grouped_matmul", "grouped_matmul_combine"
+    for make, *args in (RoundedExperts, True, torch.float32), (RoutedExperts, torch.float32):
+        call = (rows, counts) if make is RoundedExperts else (x, ids, weights)
+        for code in GATES:
+            module, whole = pair(make, 4, *args, code=code)
+            parallelize_module(module, world(), ExpertParallel())
+            told = weft.explain(module, *call)
+            made = [each for each in told if each.op in fused]
+            # Rows alone have no matmul: N is 0.
+            columns = [
+                int(each.shapes.split(" @ ")[1].split(",")[0].split("x")[1]) for each in made
+            ]
+            assert [each.op for each in made] == [*fused]
+            assert columns == ([2 * F, H] if code == "fused" else [0, 0]), told
+            assert told.result.dtype == torch.float32
+            near = {"rtol": 2e-2, "atol": 2e-1} if make is RoundedExperts else {}
+            torch.testing.assert_close(told.result, whole(*call), **near)
+
+
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("experts", [4, 1])
-def test_rows_sorted_by_expert(experts: int) -> None:
+@pytest.mark.parametrize(("experts", "code"), [(4, "fused"), (1, "fused"), (4, "as it is")])
+def test_rows_sorted_by_expert(experts: int, code: str) -> None:
     """Each rank has its own tokens, as many as it likes, one none; and padding."""
     rank, W = dist.get_rank(), dist.get_world_size()
-    module, whole = pair(SortedExperts, experts, False, torch.float64)
+    module, whole = pair(SortedExperts, experts, False, torch.float64, code=code)
     parallelize_module(module, world(), ExpertParallel())
     assert module.num_experts == len(module.w1.to_local())
     told = [routed(tokens, experts, min(2, experts), tokens) for tokens in (5, 0, 7)[:W]]
@@ -126,11 +212,12 @@ def test_rows_sorted_by_expert(experts: int) -> None:
 
 
 @pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("code", GATES)
 @pytest.mark.parametrize("form", ["own", "replicated", "DTensors", "gathered"])
-def test_routed_tokens(form: str) -> None:
+def test_routed_tokens(form: str, code: str) -> None:
     """All ranks' tokens are one batch: rank r has its torch.chunk of it, or all of it."""
     rank, W, mesh = dist.get_rank(), dist.get_world_size(), world()
-    module, whole = pair(RoutedExperts, 5, torch.float64)
+    module, whole = pair(RoutedExperts, 5, torch.float64, code=code)
     layouts = {
         "own": {},
         "replicated": {"input_layouts": Replicate()},

@@ -226,12 +226,40 @@ def test_a_matmul_of_the_host_takes_whole_waves() -> None:
     rate = H100.core_flops_per_us("bfloat16")
 
     def matmul(columns: int) -> float:
-        op = HostOp("mm", {0: 1}, {0: 1}, (128 * 11, columns, 8192, 1), "bfloat16")
+        op = HostOp("mm", {0: 1}, {0: 1}, ((128 * 11,), columns, 8192), "bfloat16")
         return play(trace([op]), H100).makespan
 
     tile = 2 * 128 * 256 * 8192 / rate
     assert matmul(256 * 12) == pytest.approx(tile, rel=0.05)  # 132 tiles on 132 cores
     assert matmul(256 * 13) > 1.3 * tile
+
+
+def test_a_grouped_matmul_costs_the_tiles_of_its_groups() -> None:
+    """Of rows, of columns and of the contraction: as many flop as the groups have, wherever they
+    end; and a group of one row more than fills its tiles takes a row of tiles more."""
+    K, N, rate = 4096, 256 * 132, H100.core_flops_per_us("bfloat16")
+    tile = 2 * 128 * 256 * K / rate
+
+    def us(ends: list[int], contracted: bool = False) -> float:
+        def body(rank: int) -> None:
+            x = torch.empty(512, K, dtype=torch.bfloat16)
+            offs = torch.tensor(ends, dtype=torch.int32)
+            if contracted:
+                w = torch.empty(512, N, dtype=torch.bfloat16)
+                made = torch._grouped_mm(x.t(), w, offs=offs)
+                assert made.shape == (2, K, N)
+            else:
+                w = torch.empty(2, K, N, dtype=torch.bfloat16)
+                made = torch._grouped_mm(x, w, offs=offs)
+                assert made.shape == (512, N)
+
+        return sim.run(1, body, hardware="h100", numerics=False).timeline.arithmetic_us
+
+    assert us([256, 512]) == pytest.approx(4 * tile) == us([0, 512])
+    assert us([128, 384]) == pytest.approx(3 * tile)  # 128 rows are nobody's
+    assert us([129, 512]) > 4.4 * tile
+    assert us([256, 512], contracted=True) == pytest.approx(us([0, 512], contracted=True))
+    assert us([256, 512], contracted=True) == pytest.approx(4 * tile, rel=0.05)
 
 
 def test_atomics_on_one_word_do_not_wait_for_each_others_way() -> None:
