@@ -41,12 +41,9 @@ _PART_BYTES, _MOST_PARTS = 1 << 20, 8
 Pairs = frozenset[tuple[int, int]]
 
 
-def offered(op: str, group: Group, device: torch.device) -> bool:
-    """Whether a collective can go host by host.
-
-    NCCL knows the hosts by itself; in an all_to_all each byte crosses once in any case.
-    """
-    possible = in_two_levels(group) and op != "all_to_all" and not group.on_gpus(device)
+def offered(op: str, group: Group) -> bool:
+    """Whether a collective can go host by host: in an all_to_all each byte crosses once anyway."""
+    possible = in_two_levels(group) and op != "all_to_all"
     return possible and settings.current_engine() != "generic"
 
 

@@ -6,9 +6,9 @@ between the rank that writes them and the ranks that read them:
     for each window:   own window -> own half   signal   wait for a peer   its half -> result
 
 Reductions do so at any size, as they read the peers' windows in place. Large data that is only
-copied is read straight from the peers' memory where the system allows it (see `direct`). Where
-symmetric memory does not reach, and on GPUs, the process group does it. Over several hosts both do:
-see `hosts`.
+copied is read straight from the peers' memory where the system allows it (see `direct`). On GPUs it
+is kernels or the process group, whichever is quicker; where symmetric memory does not reach, the
+process group. Over several hosts, these inside each, and the process group between: see `hosts`.
 
 Each function works along dim 0 and takes `given`, a tensor for the result, or None for a new one,
 and what else is to be `told` to the other ranks: see `exchange`; `as_is`: see `process_groups`.
@@ -505,7 +505,7 @@ def _way(
     check_all()
     way: Way
     engine = call.where
-    if hosts.offered(op, group, x.device):
+    if hosts.offered(op, group):
         whole = nbytes * group.world_size if op in ("all_gather", "reduce_scatter") else nbytes
         way, why = between_hosts.choice(op, group, x.device, whole)
     elif unreached := group.unreached(x.device):

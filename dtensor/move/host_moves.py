@@ -6,8 +6,9 @@
     3. A keeper signals inside its host that they have come. Each rank waits for those that it reads
        from, and copies what it takes.                          (release, acquire)
 
-An asynchronous move returns when 2 has begun. What comes is signalled by the thread that receives
-it, so that no rank waits for another to read its own result.
+An asynchronous move returns when 2 has begun. On a CPU what comes is signalled by the thread that
+receives it, so that no rank waits for another to read its own result; a GPU's stream waits for what
+comes when the result is read, and signals then, as in any call (`StreamExchange`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from weft.dtensor.layout.placements import divide_
 from weft.dtensor.move.combining import fill_neutral, reduce_terms, summed_in
 from weft.dtensor.move.host_plans import HostPlan, Share, block_shape, crossing, host_plan
 from weft.dtensor.move.transfers import Step
+from weft.errors import WeftError
 
 _ALIGN = 64
 # Plans list ranks and shares: at most 0.5 s on 64 ranks, 4 s on 256, once for each pair of layouts.
@@ -126,7 +128,8 @@ def _moved_by_hosts(
         if work is None:
             ex.signal_all()
         told = threading.Event()
-        later = bool(channel) and work is not None and group.virtual is None
+        in_stream = group.virtual is not None or group.on_gpus(local.device)
+        later = bool(channel) and work is not None and not in_stream
         if later and work is not None:
             work.get_future().then(lambda done: _arrived(done, ex, told))
         yield
@@ -134,7 +137,11 @@ def _moved_by_hosts(
             process_groups.wait_for_result(work, group, kept, op)
         if later:
             # This call's signals must not come after those of the next.
-            told.wait(settings.timeout_s())
+            if not told.wait(settings.timeout_s()):
+                raise WeftError(
+                    f"{op}: what comes from other hosts is here, but the process group's thread "
+                    f"has not told this host's ranks within WEFT_TIMEOUT_S"
+                )
         elif work is not None:
             ex.signal_all()
         return _assembled(step, local, ex, offset, ours)

@@ -165,7 +165,7 @@ def _steps(
     flat = collective_plan(source, target).steps
     at_once = Step(source, target)
     group = _group_of(at_once)
-    if not hosts.offered("redistribute", group, device):
+    if not hosts.offered("redistribute", group):
         return flat
     whole = at_once.mesh_dim is None or len(source.place.sizes) == 1
     if whole and not later and _collective_of(at_once, group, device) is not None:
@@ -298,7 +298,7 @@ def _collective_of(step: Step, group: Group, device: torch.device) -> _Collectiv
     ends = {(source.placements[d], target.placements[d]) for d in dims}
     # Those of all mesh dims are in the order of a group of all ranks.
     ordered = list(place.ranks) == sorted(place.ranks) if dim is None else place.ascends[dim]
-    if len(ends) > 1 or not ordered or not hosts.offered(step.collective, group, device):
+    if len(ends) > 1 or not ordered or not hosts.offered(step.collective, group):
         return None
     ((old, new),) = ends
     op: Any = getattr(old, "reduce_op", None)

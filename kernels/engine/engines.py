@@ -90,22 +90,27 @@ def is_supported(
         return True, ""
     if problem.refusal:
         return False, problem.refusal
-    if why := group.unreached(device):
-        return False, why
-    if engine == "host" and problem.host_refusal:
-        return False, problem.host_refusal
+    why = group.unreached(device) or _refusal_of(engine, problem, device)
+    return not why, why
+
+
+def _refusal_of(engine: RunnableEngine, problem: Problem, device: torch.device) -> str:
+    """Why an engine cannot run `problem` where memory is shared; empty if it can."""
+    if engine == "host":
+        return problem.host_refusal
     if engine == "triton":
         if problem.kernel_refusal:
-            return False, problem.kernel_refusal
+            return problem.kernel_refusal
         if problem.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn):
-            return False, f"the kernels do not support {problem.dtype}"
+            return f"the kernels do not support {problem.dtype}"
         if problem.dtype == torch.float8_e4m3fn and not (chip := chip_of(device)).fp8:
-            return False, f"{chip.name} has no float8_e4m3fn"
+            return f"{chip.name} has no float8_e4m3fn"
         if device.type == "cpu":
             from weft.collectives.device import signals
 
-            return signals.interpreter_ready()
-    return True, ""
+            ready, why = signals.interpreter_ready()
+            return "" if ready else why
+    return ""
 
 
 def choose(problem: Problem, group: Group, device: torch.device) -> RunnableEngine:
@@ -170,10 +175,10 @@ def _remembered(problem: Problem, group: Group, device: torch.device) -> tuple[R
 
 
 def _cheapest(problem: Problem, group: Group, device: torch.device) -> tuple[RunnableEngine, str]:
-    fused: RunnableEngine = "triton" if group.on_gpus(device) else "host"
+    fused = _fused_engine(group, device)
     supported, reason = is_supported(fused, problem, group, device)
     if not supported:
-        if not _over_hosts(problem, group):
+        if not _over_hosts(problem, group, device):
             return "generic", reason
         prices = predict(problem, group, device)
         best = min(prices, key=lambda engine: prices[engine].score)
@@ -192,12 +197,20 @@ def _cheapest(problem: Problem, group: Group, device: torch.device) -> tuple[Run
     return best, f"{_compared(best, prices)}{without}"
 
 
-def _over_hosts(problem: Problem, group: Group) -> bool:
-    """Scales of fp8 do not cross. Attention is merged as on the host engine."""
+def _fused_engine(group: Group, device: torch.device) -> Literal["triton", "host"]:
+    """The one for tensors on `device` where all ranks share memory."""
+    return "triton" if group.on_gpus(device) else "host"
+
+
+def _over_hosts(problem: Problem, group: Group, device: torch.device) -> bool:
+    """Scales of fp8 do not cross. Attention is merged as on the host engine. Of experts, nothing
+    but the fused engine can be inside a host.
+    """
     fits = not problem.refusal and problem.dtype != torch.float8_e4m3fn
     fits &= problem.op != "ring_attention" or not problem.host_refusal
-    known = problem.op in _OVER_HOSTS or problem.tokens is not None
-    return fits and known and in_two_levels(group)
+    if problem.tokens is not None:
+        return fits and not _refusal_of(_fused_engine(group, device), problem, device)
+    return fits and problem.op in _OVER_HOSTS and in_two_levels(group)
 
 
 def _compared(best: RunnableEngine, prices: Mapping[RunnableEngine, Price]) -> str:
@@ -240,7 +253,7 @@ class Price:
 def predict(problem: Problem, group: Group, device: torch.device) -> Mapping[RunnableEngine, Price]:
     """Predicted time of each engine. Interpreted kernels are not offered: they are for tests."""
     rates = cost.machine(group, device)
-    if _over_hosts(problem, group):
+    if _over_hosts(problem, group, device):
         return _prices_in_two_levels(problem, group, device, rates)
     if group.unreached(device):
         return {"generic": _by_process_group(problem, rates)}

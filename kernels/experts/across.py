@@ -1,4 +1,4 @@
-"""Dispatch and combine over several hosts, on CPUs: the host engine inside each, twice.
+"""Dispatch and combine over several hosts: another engine inside each, twice.
 
 A token crosses to each other host of which an expert is asked for, once, whatever k is: to its
 rank's counterpart there (its rail), which shares it inside like a token of its own. What a host
@@ -6,19 +6,24 @@ makes of it is added up there, and crosses back once:
 
     host 0                          host 1
     rank 0: x_0 --------------------> rank 2 | held (n, K) = the x_0[t] of which host 1 has experts
-            near: tokens of host 0           | far: the host engine on what its ranks hold
+            near: tokens of host 0           | far: what its ranks hold, on their experts
             on host 0's experts              v
     rank 0: y_0 <-------------------- rank 2   sums (n, H) of host 1's experts, weighted
 
 Near rows are made while tokens cross, and what goes back crosses while near ones are made. The
 rows of both stand in the order of `routing`. Results are added up in fp32 in the order of j inside
 each host, rounded to the wire once a host, and then in the order of the hosts.
+
+On CPUs the engine inside is `host`, on GPUs `launched`. How many tokens cross must be known on the
+host: on a GPU that waits for the device, once for a routing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from types import ModuleType
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
@@ -62,30 +67,33 @@ class Levels:
         receives: how many tokens of each rank are held here.
         sent: this rank's tokens that cross, by the rank that they go to.
         at_near, at_far: where the rows of both stand among those of the whole routing.
+        engine: what runs inside.
     """
 
     def __init__(self, routing: Routing) -> None:
         self.group, tp = routing.group, routing.tensor_parallel_size
         group, hosts, ours = self.group, self.group.hosts, here(self.group)
         self._host, W = hosts.index(ours), group.world_size
+        self.engine = _engine_inside(group.on_gpus(routing.topk_ids.device))
         everyones = routing.everyones
         if everyones is None:
             everyones = all_gather(routing.topk_ids, group, sizes=routing.tokens)
-        by_rank = everyones.split(routing.tokens)
         tables = [_numbers(routing, ranks) for ranks in hosts]
         at = {rank: place for ranks in hosts for place, rank in enumerate(ranks)}
         rails = [ours[at[rank] % len(ours)] for rank in range(W)]  # here, of ranks elsewhere
-        # What each of this host's ranks holds, source by source.
-        held: dict[int, list[torch.Tensor]] = {rank: [] for rank in ours}
-        self.receives = [0] * W
-        for source, ids in enumerate(by_rank):
+        # Which tokens are held here, and how many of each rank's.
+        inner = tables[self._host][everyones.long()]
+        asked = (inner >= 0).any(1).split(routing.tokens)
+        counts: list[int] = torch.stack([each.sum() for each in asked]).tolist()
+        held = dict.fromkeys(ours, 0)
+        self.receives, foreign = [0] * W, [inner[:0]]
+        for source, of_source in enumerate(inner.split(routing.tokens)):
             if source not in ours:
-                wanted = tables[self._host][ids.long()]
-                wanted = wanted[(wanted >= 0).any(1)]
-                held[rails[source]].append(wanted)
+                held[rails[source]] += counts[source]
                 if rails[source] == group.rank:
-                    self.receives[source] = len(wanted)
-        self._sends, sent = [0] * W, [torch.empty(0, dtype=torch.int64)] * W
+                    self.receives[source] = counts[source]
+                    foreign.append(of_source[asked[source]])
+        self._sends, sent = [0] * W, [everyones.new_empty(0, dtype=torch.int64)] * W
         for number, theirs in enumerate(hosts):
             if number != self._host:
                 to = theirs[at[group.rank] % len(theirs)]
@@ -96,27 +104,28 @@ class Levels:
         own = tables[self._host][routing.topk_ids.long()]
         tokens = [routing.tokens[rank] for rank in ours]
         near = Roster(inside, tp, own, tokens, experts)
-        foreign = torch.cat([own[:0], *held[group.rank]])
-        far = Roster(inside, tp, foreign, [sum(map(len, held[rank])) for rank in ours], experts)
+        far = Roster(inside, tp, torch.cat(foreign), [*held.values()], experts)
         with self.naming("routing of tokens to experts"):
-            self.near, self.far = routing_of(near, None), routing_of(far, None)
-        ranks = routing.ranks.long()
-        is_near = torch.isin(ranks, torch.tensor(ours))
+            self.near, self.far = (_as_many_as_come(routing_of(each, None)) for each in (near, far))
+        self._count, ranks = routing.count, _as_many_as_come(routing).ranks.long()
+        here_too = torch.zeros(W, dtype=torch.bool)
+        here_too[[*ours]] = True
+        is_near = here_too.to(ranks.device)[ranks]
         self.at_near, at_far = is_near.nonzero()[:, 0], (~is_near).nonzero()[:, 0]
         # Of one expert, rows that one rank holds are in the same order here and there.
         expert = torch.repeat_interleave(routing.counts.sum(0))
-        order = expert[at_far] * W + torch.tensor(rails)[ranks[at_far]]
+        order = expert[at_far] * W + torch.tensor(rails, device=ranks.device)[ranks[at_far]]
         self.at_far = at_far[order.argsort(stable=True)]
 
     def near_of(self, call: _Call) -> _Call:
         """The call inside this host, of its own tokens."""
-        return call._replace(routing=self.near, engine="host")
+        return call._replace(routing=self.near)
 
     def far_of(self, call: _Call) -> _Call:
         """The call inside this host, of those of other hosts, which are rounded already."""
         if isinstance(call, DispatchCall):
             call = call._replace(quantize=None)
-        return call._replace(routing=self.far, engine="host")
+        return call._replace(routing=self.far)
 
     def naming(self, op: str) -> AbstractContextManager[None]:
         """`hosts.naming` of the whole group."""
@@ -155,8 +164,8 @@ class Levels:
         return [near for near, _ in parts], [far for _, far in parts]
 
     def together(self, near: torch.Tensor, far: torch.Tensor) -> torch.Tensor:
-        """The reverse."""
-        whole = near.new_empty(len(near) + len(far), *near.shape[1:])
+        """The reverse; on a GPU rows that do not come are undefined, as of any routing."""
+        whole = near.new_empty(self._count, *near.shape[1:])
         whole.index_copy_(0, self.at_near, near)
         return whole.index_copy_(0, self.at_far, far)
 
@@ -188,6 +197,21 @@ def _levels_of(routing: Routing) -> Levels:
     return found
 
 
+def _engine_inside(on_gpus: bool) -> ModuleType:
+    if on_gpus:
+        from weft.kernels.experts import launched
+
+        return launched
+    return host
+
+
+def _as_many_as_come(routing: Routing) -> Routing:
+    """On a GPU, where a routing has room for more: one whose tables end with the last row."""
+    count = int(routing.ends[-1]) if len(routing.ends) else 0
+    ranks, rows, slots = (each[:count] for each in (routing.ranks, routing.rows, routing.slots))
+    return replace(routing, ranks=ranks, rows=rows, slots=slots)
+
+
 def _numbers(routing: Routing, ranks: Sequence[int]) -> torch.Tensor:
     """Of each expert, and of -1 behind them, its number among those of a host's ranks, or -1."""
     tp, experts = routing.tensor_parallel_size, routing.experts
@@ -197,7 +221,7 @@ def _numbers(routing: Routing, ranks: Sequence[int]) -> torch.Tensor:
         first, count = firsts[rank // tp], experts[rank]
         table[first : first + count] = torch.arange(own, own + count, dtype=torch.int32)
         own += count
-    return table
+    return table.to(routing.topk_ids.device)
 
 
 def _tokens(levels: Levels, x: torch.Tensor, call: DispatchCall, op: str) -> _OnTheWay:
@@ -214,10 +238,10 @@ def dispatch_forward(
     levels, op = _levels_of(call.routing), "dispatch_grouped_matmul"
     way = _tokens(levels, x, call, op)
     with levels.naming(op):
-        near = host.dispatch_forward(levels.near_of(call), x, weights, keep, grads)
+        near = levels.engine.dispatch_forward(levels.near_of(call), x, weights, keep, grads)
     held = _rows_come(way, x, call)
     with levels.naming(op):
-        far = host.dispatch_forward(levels.far_of(call), held, weights, keep, grads)
+        far = levels.engine.dispatch_forward(levels.far_of(call), held, weights, keep, grads)
     hs = [*map(levels.together, near.hs, far.hs)]
     if near.rows is not None and far.rows is not None:
         rows, again = levels.together(near.rows, far.rows), []
@@ -253,13 +277,13 @@ def dispatch_backward(
     near_kept, far_kept = levels.all_apart(kept)
     needs, wide, way = (needs_x, needs_w), sum_dtype(x), None
     with levels.naming(op):
-        dheld, *far = host.dispatch_backward(
+        dheld, *far = levels.engine.dispatch_backward(
             levels.far_of(call), held, weights, far_rows, far_dhs, far_kept, *needs, sum_as=wide
         )
     if dheld is not None:
         way = levels.back(dheld.to(call.routing.wire(x)), op)
     with levels.naming(op):
-        dx, *near = host.dispatch_backward(
+        dx, *near = levels.engine.dispatch_backward(
             levels.near_of(call), x, weights, near_rows, near_dhs, near_kept, *needs, sum_as=wide
         )
     if dx is not None and way is not None:
@@ -275,11 +299,11 @@ def combine_forward(
     held = None if weights is None else levels.out(weights, op).come()
     with levels.naming(op):
         held = _masked(held, levels.far)
-        sums = host.combine_forward(levels.far_of(call), far_h, w, held, sum_as=wide)
+        sums = levels.engine.combine_forward(levels.far_of(call), far_h, w, held, sum_as=wide)
     way = levels.back(sums.to(call.wire), op)
     with levels.naming(op):
         own = _masked(weights, levels.near)
-        y = host.combine_forward(levels.near_of(call), near_h, w, own, sum_as=wide)
+        y = levels.engine.combine_forward(levels.near_of(call), near_h, w, own, sum_as=wide)
     return levels.added(y, way, h.dtype)
 
 
@@ -301,11 +325,11 @@ def combine_backward(
     of_weights = None if weights is None else levels.out(weights, op)
     near_h, far_h = levels.apart(h)
     with levels.naming(op):
-        near = host.combine_backward(levels.near_of(call), near_h, w, weights, dy, needs)
+        near = levels.engine.combine_backward(levels.near_of(call), near_h, w, weights, dy, needs)
     dheld = way.come()
     held = None if of_weights is None else of_weights.come()
     with levels.naming(op):
-        far = host.combine_backward(levels.far_of(call), far_h, w, held, dheld, needs)
+        far = levels.engine.combine_backward(levels.far_of(call), far_h, w, held, dheld, needs)
     dh = levels.together(near[0], far[0]) if near[0] is not None and far[0] is not None else None
     dweights = near[2]
     if dweights is not None and far[2] is not None:

@@ -29,6 +29,7 @@ from weft.collectives.memory.checks import check_call
 from weft.collectives.ranks.flight import call_of
 from weft.collectives.ranks.group import GroupLike, group_name
 from weft.collectives.ranks.traced import is_call_traced
+from weft.collectives.topology import in_two_levels
 from weft.kernels.engine import epilogues
 from weft.kernels.engine.autocast import autocast, outside_autocast
 from weft.kernels.engine.chips import chip_of
@@ -311,7 +312,7 @@ def _tokens_over_hosts(
 ) -> TokensOverHosts | None:
     """What moves in two levels; None if the call cannot go host by host."""
     group, k = routing.group, routing.top_k
-    if not group.hosts or not on_cpu(x) or not any(routing.tokens) or set_refusal(routing):
+    if not in_two_levels(group) or not any(routing.tokens) or set_refusal(routing):
         return None
     moved_columns = sum(w.shape[2] for w in weights) if "combine" in op and weights else x.shape[1]
     T, H = sum(routing.tokens) / group.world_size, len(group.hosts)

@@ -1,7 +1,7 @@
 """The host engine of dispatch and combine: expert by expert, by rows in each other's memory.
 
-So what is made of an expert's rows is still in the caches. How rows move: `rows`. `sum_as` is in
-which dtype sums are returned, if not in that of the tokens.
+So what is made of an expert's rows is still in the caches. How rows move: `rows`. `sum_as`, as in
+`launched`: in which dtype sums are returned, if not in that of the tokens.
 """
 
 from __future__ import annotations

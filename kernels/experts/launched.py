@@ -128,12 +128,14 @@ def call_combine(
     wire_dtype: torch.dtype,
     topk_weights: torch.Tensor | None = None,
     by_slot: bool = False,
+    sum_as: torch.dtype | None = None,
 ) -> torch.Tensor:
     """`launch_combine` as a call of `op`, or its launches of before.
 
     Args:
         told: as in `Workspace.call`.
         by_slot: return what is in each slot, (T k, H), not the sums over those of a token.
+        sum_as: dtype of the sums, if not that of `hs`.
     """
     table, tp, ids = _table_of(routing), routing.tensor_parallel_size, routing.topk_ids
     k, experts = (1 if by_slot else routing.top_k), sum(routing.experts[::tp])
@@ -155,11 +157,12 @@ def call_combine(
                 topk_weights=topk_weights,
                 tensor_parallel_size=tp,
                 wire_dtype=wire_dtype,
+                out_dtype=sum_as,
             )
         ]
 
     operands = [*hs, *weights, topk_weights, ids, *table]
-    key = op, *tokens, tp, by_slot, wire_dtype, layouts_of(operands)
+    key = op, *tokens, tp, by_slot, wire_dtype, sum_as, layouts_of(operands)
     with ws.call(op, told):
         (y,) = ws.repeat(key, operands, launched)
     return y
@@ -195,6 +198,7 @@ def dispatch_backward(
     kept: Sequence[torch.Tensor],
     needs_x: bool,
     needs_w: Sequence[bool],
+    sum_as: torch.dtype | None = None,
 ) -> list[torch.Tensor | None]:
     routing, op, told = call.routing, "dispatch_grouped_matmul backward", call.told(x)
     dzs = epilogues.activation_gradients(list(dhs), list(kept), call.activation)
@@ -203,7 +207,7 @@ def dispatch_backward(
         rows = dispatched(op, told, routing, x, quantize=call.quantize is not None).rows
     if needs_x:
         backs = [w.transpose(1, 2) for w in weights]
-        dx = call_combine(op, told, routing, dzs, backs, routing.wire(x))
+        dx = call_combine(op, told, routing, dzs, backs, routing.wire(x), sum_as=sum_as)
     dws: list[torch.Tensor | None] = [None] * len(weights)
     for i, (w, dz, need) in enumerate(zip(weights, dzs, needs_w, strict=False)):
         if need and rows is not None:
@@ -213,11 +217,15 @@ def dispatch_backward(
 
 
 def combine_forward(
-    call: CombineCall, h: torch.Tensor, w: torch.Tensor | None, weights: torch.Tensor | None
+    call: CombineCall,
+    h: torch.Tensor,
+    w: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    sum_as: torch.dtype | None = None,
 ) -> torch.Tensor:
     op, ws = "grouped_matmul_combine", [] if w is None else [w]
     told = call.told(h.shape[1] if w is None else w.shape[2], h.dtype)
-    return call_combine(op, told, call.routing, [h], ws, call.wire, weights)
+    return call_combine(op, told, call.routing, [h], ws, call.wire, weights, sum_as=sum_as)
 
 
 def combine_backward(

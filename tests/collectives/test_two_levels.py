@@ -26,6 +26,7 @@ from test_hosts import QUICK, on_hosts
 import weft
 from weft import collectives
 from weft.collectives import cost, hosts
+from weft.collectives.topology import inside_of
 
 BODIES = [
     dtypes_body, gather_body, gradient_body, kinds_body, out_body, reduce_body,
@@ -90,6 +91,10 @@ def measured_body(layout: str) -> None:
         cost.forget_rates(group)
         with patch.object(cost, "calibrate", side_effect=AssertionError("measured again")):
             assert cost.machine(group, cpu) == rates
+        if (near := inside_of(group)).world_size > 1:  # of whom all but the wire is known
+            again = AssertionError("measured again")
+            with patch.object(cost, "matmul_rate", side_effect=again):
+                assert cost.calibrate(near, cpu).wire > 0
 
 
 @pytest.mark.parametrize("layout", ["ABBB", "ABCD"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+import os
 import random
 import time
 import weakref
@@ -25,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import weft
 from weft.dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from weft.dtensor.move import host_moves
 
 R, P = Replicate(), Partial()
 S = Shard
@@ -289,3 +291,20 @@ def apart_body() -> None:
 
 def test_no_rank_waits_for_anothers_read(ranks: Any) -> None:
     ranks(4, apart_body)
+
+
+def untold_body() -> None:
+    """The thread that receives never tells the ranks of its host: an error, not what was there."""
+    with on_hosts("AABB"):
+        mesh = init_device_mesh("cpu", (2, 2))
+        x = DTensor.from_local(torch.ones(2, 3), mesh, [S(0), R], run_check=False)
+        bound = patch.dict(os.environ, WEFT_TIMEOUT_S="1")
+        with patch.object(host_moves, "_arrived", lambda *_: None), bound:
+            moved = x.redistribute(placements=[R, R], async_op=True)
+            with pytest.raises(weft.WeftError, match="has not told"):
+                moved.to_local()
+        assert torch.equal(x.redistribute(placements=[R, R]).to_local(), torch.ones(4, 3))
+
+
+def test_what_has_come_but_is_not_told(ranks: Any) -> None:
+    ranks(4, untold_body)

@@ -34,6 +34,7 @@ from weft.bench.commands import across
 from weft.collectives import cost, resolve
 from weft.collectives import hosts as crossings
 from weft.collectives.hosts import Crossing
+from weft.collectives.prices import between_hosts
 from weft.collectives.ranks import group as groups
 from weft.collectives.ranks import peer_access
 from weft.collectives.ranks.group import Process
@@ -214,8 +215,8 @@ def gpus_body() -> None:
         group, cuda = resolve(None), torch.device("cuda")
         with patch.object(type(group), "on_gpus", lambda self, device: device.type == "cuda"):
             for op in "all_gather", "reduce_scatter", "all_reduce", "broadcast":
-                assert crossings.offered(op, group, torch.device("cpu"))
-                assert not crossings.offered(op, group, cuda), op
+                assert crossings.offered(op, group)
+                assert between_hosts.choice(op, group, cuda, 1 << 20)[0] == "hosts", op
             problem = engines.Problem("all_gather_matmul", 4096, 64, 64, torch.bfloat16, 1 << 20)
             assert set(engines.predict(problem, group, cuda)) == {"hosts", "generic"}
 
