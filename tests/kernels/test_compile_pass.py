@@ -31,9 +31,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 import weft
-from weft.kernels.graphs.backend import CompilePass
+from weft.kernels.graphs.backend import CompilePass, MissedFusionError
 from weft.kernels.graphs.receipts import Receipt, Receipts, keep_receipts, receipts_of
-from weft.kernels.graphs.rewriting import MissedFusionError
 
 H, F, S, B = 16, 24, 8, 2
 
