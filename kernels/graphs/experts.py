@@ -354,7 +354,7 @@ def _wanted(node: Node, table: _Table) -> Iterable[_Wanted]:
         tables.append(torch.zeros(W, E, dtype=torch.int64))
         tables[-1][:, expert] = n
     for M in tables:
-        mine = M[:, rank * own : (rank + 1) * own]
+        mine = M[:, rank * own : (rank + 1) * own].contiguous()
         whose = torch.arange(own).repeat(W).repeat_interleave(mine.reshape(-1))
         exchanged = M if is_call(table.exchange, c10d.all_gather_into_tensor.default) else mine
         known = {
@@ -430,9 +430,12 @@ def _played(wanted: Any, known: dict[Node, Any]) -> list[Any]:
             target: Any = node.target
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), value)
             if target in (c10d.wait_tensor.default, torch.ops.prims.device_put.default):
-                made = args[0]
-            else:
-                made = target(*args, **kwargs | ({"device": "cpu"} if "device" in kwargs else {}))
+                target, args, kwargs = operator.getitem, (args, 0), {}
+            here = {"device": "cpu"} if "device" in kwargs else {}
+            try:
+                made = target(*args, **kwargs | here)
+            except (RuntimeError, ValueError, IndexError, TypeError):
+                raise _RefusedError(_UNKNOWN) from None  # it is not for all counts
             if isinstance(made, torch.Tensor) and made.dtype not in (torch.int64, torch.int32):
                 raise _RefusedError(_UNKNOWN)
             values[node] = made
