@@ -33,11 +33,20 @@ from weft import settings
 from weft.collectives.custom_ops import world_of
 from weft.kernels.engine.local_matmul import on_cpu
 from weft.kernels.graphs.building import Builder, erase, tell_as
-from weft.kernels.graphs.chains import COLLECTIVES, aten, c10d, is_call, is_reshape, shape
+from weft.kernels.graphs.chains import (
+    COLLECTIVES,
+    aten,
+    c10d,
+    is_call,
+    is_cast,
+    is_reshape,
+    shape,
+)
 from weft.kernels.graphs.receipts import Receipt, receipt_of
 from weft.kernels.graphs.sums import PRODUCTS, Outcome, counted
 
 _ops: Any = torch.ops.weft
+_CAST: Any = torch.ops.prims.convert_element_type.default
 _EXCHANGE = c10d.all_to_all_single.default
 _TAKERS = (
     *PRODUCTS,
@@ -137,74 +146,85 @@ def _fuse(node: Node, routings: dict[Node, list[Node]]) -> Receipt:
     Raises:
         _RefusedError: it cannot be; nothing has changed.
     """
-    arrived = next((user for user in node.users if is_call(user, c10d.wait_tensor.default)), node)
-    rest = {user for each in (node, arrived) for user in each.users} - {arrived}
-    if arrived is node or any(not _asks_rows(user) for user in node.users if user is not arrived):
+    waits = [user for user in node.users if is_call(user, c10d.wait_tensor.default)]
+    if len(waits) != 1 or not all(_asks_rows(user) for user in node.users if user not in waits):
         raise _RefusedError("its result is used before it is waited for")
     table = _table_of(node)
-    is_out = _is_out(node, table)
-    rest = {user for user in rest if not _asks_rows(user)}
-    move = _ordered_out(node, arrived, rest) if is_out else _ordered_back(node, arrived)
-    products = [each for each in (move.rows.users if is_out else [move.rows]) if _multiplies(each)]
-    if is_out:
-        products = [each for each in products if each.args[0] is move.rows]
-    elif len(move.rows.users) > 1:
-        products = []
-    _check_order(move, table, list(dict.fromkeys(each.args[2] for each in products)))
-    if is_out:
-        return _send(move, table, products, routings)
+    if _is_out(node, table):
+        return _send(_ordered_out(node, waits[0]), table, routings)
     if table.exchange not in routings:
         raise _RefusedError("its rows were not sent here by the same counts")
-    return _return(move, products, routings[table.exchange])
+    return _return(_ordered_back(node, waits[0]), table, routings[table.exchange])
 
 
-def _send(
-    move: _Move, table: _Table, products: list[Node], routings: dict[Node, list[Node]]
-) -> Receipt:
+def _send(move: _Move, table: _Table, routings: dict[Node, list[Node]]) -> Receipt:
     node, rows = move.collective, move.rows
     x, receives, _, group = node.args
+    taken = _narrowed(rows) or [rows]
+    users = dict.fromkeys(user for each in taken for user in each.users)
+    products = [user for user in users if _multiplies(user) and user.args[0] in taken]
     if not products:
         raise _RefusedError("no grouped matmul takes its rows in that order")
-    graph = node.graph
-    at = Builder(graph, rows)
+    _check_order(move, table, products)
+    at, before = Builder(node.graph, rows), Builder(node.graph, node)
     weights = [product.args[1] for product in products]
     if not at.can_hoist(weights):
         raise _RefusedError("what multiplies its rows is gathered later")
     told = receipt_of(node, "dispatch_grouped_matmul", counted(len(products), "matmul"))
-    received = _total(Builder(graph, node), receives)
+    received = _total(before, receives)
     if table.exchange not in routings:
         routings[table.exchange] = _routing(node, table, received)
-    for each in (node, move.arrived, rows):
+    for each in (node, move.arrived, *{rows, *taken}):
         _tell_rows(each, received)
-    others = set(rows.users) - set(products)
+    if taken[0] is not rows:
+        x = before.call(_CAST, x, taken[0].meta["val"].dtype)
+        tell_as(node, x)
+    keep = any(user not in products for each in taken for user in each.users)
     made = at.call(
         _ops.dispatch_grouped_matmul.default,
-        x, at.hoisted(weights), routings[table.exchange], group, 1, bool(others), None,
+        x, at.hoisted(weights), routings[table.exchange], group, 1, keep, None,
     )  # fmt: skip
-    results = [at.call(operator.getitem, made, i) for i in range(len(products) + bool(others))]
+    results = [at.call(operator.getitem, made, i) for i in range(len(products) + keep)]
     tell_as(rows, made, *results)
     for product, result in zip(products, results, strict=False):
         at.replace(product, result)
-        graph.erase_node(product)
-    if others:
-        at.replace(rows, results[-1])
-    erase(graph, rows)
+        node.graph.erase_node(product)
+    for each in taken:
+        if each.users:
+            at.replace(each, results[-1])
+        erase(node.graph, each)
     return told
 
 
-def _return(move: _Move, products: list[Node], routing: list[Node]) -> Receipt:
-    node = move.collective
+def _return(move: _Move, table: _Table, routing: list[Node]) -> Receipt:
+    node, made = move.collective, move.rows
     _, receives, _, group = node.args
+    if is_cast(made) and len(made.users) == 1 and _is_wider(made, made.all_input_nodes[0]):
+        made = made.all_input_nodes[0]  # it is cast after it was sent
+    products = [made] if _multiplies(made) and len(made.users) == 1 else []
+    _check_order(move, table, products)
     at = Builder(node.graph, node)
     told = receipt_of(node, "grouped_matmul_combine", "a matmul" if products else "rows alone")
     for each in (node, move.arrived):
         _tell_rows(each, _total(at, receives))
-    h, w = products[0].args[:2] if products else (move.rows, None)
+    h, w = made.args[:2] if products else (made, None)
     made = at.call(_ops.grouped_matmul_combine.default, h, w, None, routing, group, 1, None)
     tell_as(node, made)
     at.replace(move.arrived, made)
     erase(node.graph, move.arrived)
     return told
+
+
+def _narrowed(rows: Node) -> list[Node]:
+    """What casts them to the same fewer bytes, if nothing else is done with them."""
+    users = [user for user in rows.users if not _asks_rows(user)]
+    dtypes = {user.meta["val"].dtype for user in users if is_cast(user) and _is_wider(rows, user)}
+    return users if len(dtypes) == 1 and all(map(is_cast, users)) else []
+
+
+def _is_wider(node: Node, other: Node) -> bool:
+    wider, narrower = (each.meta["val"].dtype.itemsize for each in (node, other))
+    return bool(wider > narrower > 1)
 
 
 def _routing(node: Node, table: _Table, received: Any) -> list[Node]:
@@ -213,7 +233,7 @@ def _routing(node: Node, table: _Table, received: Any) -> list[Node]:
     counts = at.call(aten.reshape.default, table.counts, [table.experts])
     rows = at.size(node.all_input_nodes[0], 0)
     ids = at.call(aten.repeat_interleave.Tensor, counts, output_size=rows)
-    ids = at.call(torch.ops.prims.convert_element_type.default, ids, torch.int32)
+    ids = at.call(_CAST, ids, torch.int32)
     ids = at.call(aten.unsqueeze.default, ids, 1)
     made = at.call(_ops.route.default, ids, 0, group, 1, None, None, table.experts, received)
     parts = [at.call(operator.getitem, made, i) for i in range(len(made.meta["val"]))]
@@ -249,9 +269,9 @@ def _total(at: Builder, sizes: Any) -> Any:
     return reduce(added, sizes)
 
 
-def _ordered_out(node: Node, arrived: Node, users: set[Node]) -> _Move:
+def _ordered_out(node: Node, arrived: Node) -> _Move:
     """What puts in order the rows that have come."""
-    (user, *others) = users or {arrived}
+    user, *others = [user for user in arrived.users if not _asks_rows(user)] or [arrived]
     if not others and is_call(user, aten.index.Tensor) and user.args[0] is arrived:
         return _Move(node, arrived, True, user, _only(user.args[1]), False)
     if not others and _puts(user, arrived):
@@ -389,8 +409,9 @@ def _is_out(node: Node, table: _Table) -> bool:
     return ways.pop()
 
 
-def _check_order(move: _Move, table: _Table, offs: list[Any]) -> None:
-    """Raise _RefusedError unless rows are in the order of experts, which end at each of `offs`."""
+def _check_order(move: _Move, table: _Table, products: list[Node]) -> None:
+    """Raise _RefusedError unless rows are in the order of experts, and multiplied so."""
+    offs = [*dict.fromkeys(each.args[2] for each in products)]
     with unset_fake_temporarily(), torch.no_grad():
         for wanted in _wanted(move.collective, table):
             rows = torch.empty(sum(wanted.came if move.is_out else wanted.sent), 1)
