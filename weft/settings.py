@@ -12,7 +12,7 @@ Environment variables, read when they are used; an empty one counts as not set:
     WEFT_TUNED       folder of the tables of tuned launches and of rates (weft/kernels/tuned)
     WEFT_FLIGHT_DIR  folder of every process's last calls, and of stacks on SIGUSR1 (in memory)
     WEFT_NVLINK      this GPU's NVLink domain, whose machines are one host; 0: none (the driver's)
-    WEFT_LOG         compile: log, as INFO of the logger weft.compile, what the pass has fused ()
+    WEFT_LOG         compile: print or log (logger weft.compile) what the pass has fused ()
 """
 
 from __future__ import annotations

@@ -66,9 +66,16 @@ def _route(
     capacity: int | None = None,
     sizes: list[int] | None = None,
     num_experts: int | None = None,
+    received: int | None = None,
 ) -> list[torch.Tensor]:
     tp = tensor_parallel_size
-    return routed(ids, own_experts, group_name, tp, capacity, sizes, num_experts).tensors[1:]
+    made = routed(ids, own_experts, group_name, tp, capacity, sizes, num_experts)
+    if received is not None and made.count != received:
+        raise ValueError(
+            f"by their ids {made.count} rows come to this rank, but its graph was told of "
+            f"{received}: ids and numbers of rows must be made of the same counts"
+        )
+    return made.tensors[1:]
 
 
 def _route_fake(
@@ -79,6 +86,7 @@ def _route_fake(
     capacity: int | None = None,
     sizes: Any = None,
     num_experts: int | None = None,
+    received: Any = None,
 ) -> list[torch.Tensor]:
     (rank, W), new_size = world_of(group_name), torch.library.get_ctx().new_dynamic_size
     if num_experts is None:
@@ -87,7 +95,7 @@ def _route_fake(
         load = ids.new_empty(num_experts, dtype=torch.int64)
         own_experts = share(num_experts, rank, W, tensor_parallel_size)
     told = [torch.empty(W, dtype=torch.int64, device="cpu") for _ in range(2)]
-    rows = (new_size(),)
+    rows = (new_size() if received is None else received,)
     arrays = [
         ids.new_empty(shape) for shape in ((W, own_experts), (own_experts,), rows, rows, rows)
     ]
@@ -252,7 +260,8 @@ _ROUTING = "Tensor[] routing, str group_name, int tensor_parallel_size"
 
 define(
     "route(Tensor ids, int own_experts, str group_name, int tensor_parallel_size=1, "
-    "int? capacity=None, SymInt[]? sizes=None, int? num_experts=None) -> Tensor[]",
+    "int? capacity=None, SymInt[]? sizes=None, int? num_experts=None, "
+    "SymInt? received=None) -> Tensor[]",
     _route, _route_fake,
 )  # fmt: skip
 define(

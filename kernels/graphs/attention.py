@@ -22,7 +22,14 @@ from torch.fx import Graph, Node
 
 from weft.collectives.custom_ops import world_of
 from weft.kernels.flash.geometry import to_zigzag
-from weft.kernels.graphs.building import Builder, ancestors, erase, evaluated, is_constant
+from weft.kernels.graphs.building import (
+    Builder,
+    ancestors,
+    erase,
+    evaluated,
+    is_constant,
+    tell_as,
+)
 from weft.kernels.graphs.chains import (
     aten,
     c10d,
@@ -124,7 +131,7 @@ def _replace_attention(
     k, v = (_replayed(at, each.shard, each.steps, each.dim) for each in (keys, values))
     made = at.call(_ops.ring_attention.default, q, k, v, group, *options)
     out, lse = (at.call(operator.getitem, made, i) for i in (0, 1))
-    _copy_notes(node, made, out, lse)
+    tell_as(node, made, out, lse)
     for user in list(node.users):
         if _result_index(user) < 2:
             at.restride(user, lse if _result_index(user) else out)
@@ -139,7 +146,7 @@ def _replace_attention(
         q, k, v, out, lse, dy, None, group, *options, None, None,
     )  # fmt: skip
     pieces = [at.call(operator.getitem, grads, i) for i in range(3)]
-    _copy_notes(backward, grads, *pieces)
+    tell_as(backward, grads, *pieces)
     for user in list(backward.users):
         if _result_index(user) == 0:
             at.restride(user, pieces[0])
@@ -180,12 +187,6 @@ def _arguments(node: Node) -> dict[str, Any]:
     found = {each.name: each.default_value for each in schema.arguments}
     found |= dict(zip(found, node.args, strict=False))
     return found | node.kwargs
-
-
-def _copy_notes(of: Node, *made: Node) -> None:
-    """What torch has noted of `of`, such as which half it belongs to, for what replaces it."""
-    for node in made:
-        node.meta = {**of.meta, "val": node.meta["val"]}
 
 
 def _is_step(node: Any) -> bool:

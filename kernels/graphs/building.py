@@ -123,6 +123,12 @@ class Builder:
         self.replace(old, new)
 
 
+def tell_as(of: Node, *made: Node) -> None:
+    """What torch has noted of `of`, such as which half it belongs to, for what replaces it."""
+    for node in made:
+        node.meta = {**of.meta, "val": node.meta["val"]}
+
+
 def ancestors(nodes: Sequence[Node]) -> set[Node]:
     """These, and all that they need."""
     seen: set[Node] = set()
@@ -180,9 +186,10 @@ def erase(graph: Graph, node: Node) -> None:
 
 
 def _strides(node: Node) -> list[Any]:
-    """Those that matter."""
+    """Those that matter; sizes that only data tells cannot be compared."""
     value = node.meta["val"]
-    return [step for step, size in zip(value.stride(), value.shape, strict=True) if size != 1]
+    pairs = zip(value.stride(), value.shape, strict=True)
+    return [step for step, size in pairs if str(size) != "1"]
 
 
 def _mode_of(graph: Graph) -> Any:

@@ -1,31 +1,22 @@
-"""Matmuls of what is gathered, or exchanged: what they become.
+"""Matmuls of what is gathered: what they become.
 
     all_gather -> mm, addmm, ..         all_gather_matmul, of all that take it as their rows
     all_gather -> x^T dy, ..            its gradient's contraction, of all that sum over its rows
-    all_to_all -> .. -> grouped mm      weft's all_to_all, before and after experts' matmuls
 
 Where the gathered tensor has other uses, `all_gather_matmul` returns it as well. Contractions are
 fused only where there are none: the other matmuls of a gathered tensor bring it anyway.
-
-Rows for experts are put in order after they came, by indices that are data. So they travel by
-themselves: on CPUs through shared memory; on GPUs they stay with the process group, whose exchange
-runs beside other kernels until it is waited for.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from weft import settings
-from weft.kernels.engine.local_matmul import on_cpu
 from weft.kernels.graphs.building import Builder, ancestors, erase
 from weft.kernels.graphs.chains import (
-    COLLECTIVES,
     aten,
     c10d,
     cast_before,
@@ -42,7 +33,6 @@ from weft.kernels.graphs.chains import (
 from weft.kernels.graphs.sums import PRODUCTS, Outcome, counted, is_taken, operands
 
 _ops: Any = torch.ops.weft
-_GROUPED = (aten._grouped_mm.default, aten._scaled_grouped_mm.default)
 
 
 def fuse_gather(graph: Graph, node: Node) -> Outcome:
@@ -111,39 +101,6 @@ def fuse_gather(graph: Graph, node: Node) -> Outcome:
         erase(graph, product)
     erase(graph, whole)
     return "all_gather_matmul", counted(len(products), "matmul"), True
-
-
-def fuse_exchange(graph: Graph, node: Node) -> Outcome:
-    """An all_to_all whose rows experts multiply, or have multiplied."""
-    x, receives, sends, group = node.args
-    assert isinstance(x, Node)
-    takes, makes = _reaches(node, lambda n: n.users), _reaches(x, lambda n: n.all_input_nodes)
-    if not takes and not makes:
-        return "", "no matmul makes or takes what it moves", False
-    if not on_cpu(x.meta["val"]) and settings.current_engine() == "auto":
-        return "", "rows for experts: on GPUs the process group moves them", False
-    made = Builder(graph, node).call(_ops.all_to_all.default, x, receives, sends, group)
-    chain = [node]
-    for each in chain:  # it grows
-        chain += [user for user in each.users if is_call(user, c10d.wait_tensor.default)]
-    for each in reversed(chain):
-        each.replace_all_uses_with(made)
-        graph.erase_node(each)
-    return "all_to_all", "rows of matmuls, through shared memory", True
-
-
-def _reaches(node: Node, further: Callable[[Node], Iterable[Node]]) -> bool:
-    """Whether there is a matmul on the way, before the next collectives."""
-    seen, left = {node}, [node]
-    while left:
-        each = left.pop()
-        if is_call(each, *PRODUCTS, *_GROUPED):
-            return True
-        if each is node or not is_call(each, *COLLECTIVES):
-            new = [n for n in further(each) if n not in seen]
-            left += new
-            seen.update(new)
-    return False
 
 
 def _ask_shard(gather: Node, x: Node, parts: int) -> None:

@@ -11,6 +11,7 @@ from types import CodeType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from weft import settings
 
@@ -96,13 +97,27 @@ def receipt_of(node: torch.fx.Node, fused: str, why: str) -> Receipt:
 _kept: weakref.WeakKeyDictionary[CodeType, list[Receipts]] = weakref.WeakKeyDictionary()
 
 
+def _print_by_itself() -> None:
+    """Print what is asked for, as TORCH_LOGS does, to stderr if no one has set up logging."""
+    if _logger.level == logging.NOTSET:
+        _logger.setLevel(logging.INFO)
+    if not _logger.hasHandlers():
+        handler, is_rank = logging.StreamHandler(), dist.is_available() and dist.is_initialized()
+        of = f"[rank{dist.get_rank()}] " if is_rank else ""
+        handler.setFormatter(logging.Formatter(f"{of}%(name)s: %(message)s"))
+        _logger.addHandler(handler)
+        _logger.propagate = False
+
+
 def keep_receipts(code: CodeType | None, receipts: Receipts) -> None:
     """Keep them for `receipts_of`, log them, and tell listeners of `weft.explain`."""
     if code is not None:
         _kept.setdefault(code, []).append(receipts)
     if receipts:
-        level = logging.INFO if "compile" in settings.logged() else logging.DEBUG
-        _logger.log(level, "%s", receipts)
+        asked = "compile" in settings.logged()
+        if asked:
+            _print_by_itself()
+        _logger.log(logging.INFO if asked else logging.DEBUG, "%s", receipts)
     for each in receipts:
         told = each.fused or "as it was"
         settings.record(f"compiled {each.collective}", told, each.why, " x ".join(each.shape))

@@ -94,10 +94,10 @@ def reduce_scatter_config(
         programs=max(1, min(chip.programs, world_size * tile_count(chunk, N, tiling))),
         reduce_m=min(16, tiling.block_m),
         descriptors=chip.descriptors and dtype != torch.float32,
-        # A turn takes 6 us on an H200, of a tile of 98 KB that another program then follows: 16 GB/s a
-        # sender, so that 33 fill a link of 450 GB/s. With 16, 33, 66 and all 132 of them one rank of
-        # 8 takes there, without the link, 271, 214, 208 and 202 us for the way down of a 70B layer at
-        # M = 2048; in virtual time, with the link, 109, 102, 101 us for 8B (16, 33, 66 senders).
+        # A turn of a tile of 98 KB takes 6 us on an H200 until the next program follows: 16 GB/s a
+        # sender, so that 33 fill a link of 450 GB/s. There one rank of 8, without the link, takes
+        # 271, 214, 208 and 202 us for the way down of a 70B layer at M = 2048 with 16, 33, 66 and
+        # all 132 senders; in virtual time, with the link, 109, 102 and 101 us for 8B (16, 33, 66).
         senders=max(1, chip.cores // 4),
     )
 

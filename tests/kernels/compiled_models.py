@@ -22,6 +22,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import (
+    all_to_all_single,
+    all_to_all_single_autograd,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -224,6 +228,70 @@ class ServedLayer(nn.Module):
         return y, residual
 
 
+class Experts(nn.Module):
+    """As torchtitan has them: counts first, then rows, put in order by what was counted."""
+
+    def __init__(self, width: int = 16, hidden: int = 24, experts: int = 4) -> None:
+        super().__init__()
+        self.experts, own = experts, experts // dist.get_world_size()
+        up, down = (own, width, hidden), (own, hidden, width)
+        sizes = {"up": up, "gate": up, "down": down}
+        for name, size in sizes.items():
+            setattr(self, name, nn.Parameter(torch.randn(size).bfloat16() / size[1] ** 0.5))
+
+    def sent(self, counts: torch.Tensor) -> torch.Tensor:
+        """How many rows go to each rank."""
+        return counts.view(dist.get_world_size(), -1).sum(1)
+
+    def place(self, theirs: torch.Tensor, count: int) -> torch.Tensor:
+        """Where each row of the order of experts is in that of ranks."""
+        parts, own = theirs.shape
+        lengths = theirs.t().reshape(-1)
+        starts = (theirs.view(-1).cumsum(0) - theirs.view(-1)).view(parts, -1).t().reshape(-1)
+        block = torch.arange(parts * own).repeat_interleave(lengths, output_size=count)
+        return torch.arange(count) - (lengths.cumsum(0) - lengths)[block] + starts[block]
+
+    def ordered(self, rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        return rows[place]
+
+    def restored(self, made: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        back = torch.empty_like(made)
+        back[place] = made
+        return back
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        parts, group = dist.get_world_size(), dist.group.WORLD
+        order = ids.view(-1).argsort(stable=True)
+        counts = torch.zeros(self.experts, dtype=torch.int64)
+        counts = counts.index_add(0, ids.view(-1), torch.ones_like(order))
+        with torch.no_grad():
+            theirs = all_to_all_single(counts, None, None, group)
+            theirs = torch.ops._c10d_functional.wait_tensor(theirs).view(parts, -1)
+            sends, receives = self.sent(counts).tolist(), theirs.sum(1).tolist()
+        rows = all_to_all_single_autograd(x[order // ids.shape[1]], receives, sends, group)
+        place = self.place(theirs, rows.shape[0])
+        ends = theirs.sum(0).cumsum(0).int()
+        rows = self.ordered(rows, place)
+        gate, up = (torch._grouped_mm(rows, w, offs=ends) for w in (self.gate, self.up))
+        made = torch._grouped_mm(functional.silu(gate) * up, self.down, offs=ends)
+        back = self.restored(made, place)
+        back = all_to_all_single_autograd(back, sends, receives, group)
+        back = back * scores.view(-1)[order].unsqueeze(1)
+        return torch.zeros_like(x).index_add(0, order // ids.shape[1], back)
+
+
+def routed(
+    tokens: int, to: int | None, width: int = 16, experts: int = 4, top_k: int = 2
+) -> list[torch.Tensor]:
+    """Tokens, ids and scores; all for experts `to` and behind, if there is one."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x = torch.randn(tokens, width, generator=generator).bfloat16()
+    scores = torch.rand(tokens, top_k, generator=generator).bfloat16()
+    ids = torch.rand(tokens, experts, generator=generator).topk(top_k, -1)[1]
+    same = torch.arange(top_k) + (to or 0)
+    return [x, ids if to is None else same.repeat(tokens, 1), scores]
+
+
 def made(kind: str, size: Size, backend: Any) -> tuple[nn.Module, Callable[..., Any]]:
     """A parallel model, and how it is called: compiled, unless there is no backend."""
     ranks = dist.get_world_size()
@@ -325,8 +393,59 @@ def time_mlps(shapes: list[str]) -> None:
             )
 
 
-def main() -> None:
+KINDS = ("torchtitan", "FSDP2 x TP", "transformers", "served", "experts")
+
+
+def runner(kind: str, backend: Any) -> tuple[Callable[[], Any], Any]:
+    """A step of a model at the size that is timed, and what `weft.explain` takes of it."""
+    size, parts = Size(1, 512, 1408, 8, 4, 1024, 2, 512), dist.get_world_size()
+    torch.manual_seed(0)
+    if kind == "served":
+        layer = ServedLayer(size, parts).bfloat16().requires_grad_(False)
+        served = torch.compile(layer, backend=backend, fullgraph=True)
+        hidden, residual = (torch.randn(size.length, size.width).bfloat16() for _ in range(2))
+        return lambda: served(hidden, residual), served
+    if kind == "experts":
+        experts = Experts(size.width, size.hidden, 8)
+        given = routed(size.batch * size.length // parts, None, size.width, 8)
+        x, ids, scores = (each.requires_grad_(each.is_floating_point()) for each in given)
+        call = torch.compile(experts, backend=backend, fullgraph=True)
+        return lambda: call(x, ids, scores).float().square().sum().backward(), call
+    model, run = made(kind, size, backend)
+    parameters = list(model.parameters())
+    tokens = torch.randint(size.vocabulary, (size.batch, size.length))
+    told = model.layers["0"] if kind == "FSDP2 x TP" else run  # type: ignore[index]
+    return lambda: step(run, parameters, tokens, False), told
+
+
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def time_steps(kind: str, times: int = 9) -> None:
     """Steps as torch and as weft compile them, in turn; the slower rank's median."""
+    torch._dynamo.reset()
+    runs = [
+        (*runner(kind, backend), list[float]()) for backend in ("inductor", weft.compile_backend)
+    ]
+    told = None
+    for i in range(2 + times):
+        for run, of, seconds in runs:
+            dist.barrier()
+            began = time.perf_counter()
+            run()
+            seconds.append(time.perf_counter() - began)
+            told = receipts_of(of) if i == 1 and run is runs[1][0] else told
+    torchs, wefts = (1e3 * each for each in slowest([seconds[2:] for *_, seconds in runs]))
+    assert told is not None
+    missed = sorted({each.why for each in told if not each.fused})
+    if dist.get_rank() == 0:
+        print(
+            f"| {kind} | {dist.get_world_size()} | {len(told)} | {told.fused} | "
+            f"{'; '.join(missed)} | {torchs:.0f} | {wefts:.0f} | {torchs / wefts:.2f} |",
+            flush=True,
+        )
+
+
+def main() -> None:
+    """As the command line asks."""
     dist.init_process_group("gloo")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))
     if sys.argv[1:2] == ["mlp"]:
@@ -334,33 +453,8 @@ def main() -> None:
         weft.close()
         dist.destroy_process_group()
         return
-    size = Size(1, 512, 1408, 8, 4, 1024, 2, 512)
-    tokens = torch.randint(size.vocabulary, (size.batch, size.length))
-    for kind in sys.argv[1:] or ("torchtitan", "FSDP2 x TP", "transformers"):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        runs = []
-        for backend in "inductor", weft.compile_backend:
-            model, call = made(kind, size, backend)
-            parameters = list(model.parameters())
-            runs.append((call, parameters, []))
-            for _ in range(2):
-                step(call, parameters, tokens, False)
-        told = receipts_of(model.layers["0"] if kind == "FSDP2 x TP" else call)
-        for _ in range(9):
-            for call, parameters, times in runs:
-                dist.barrier()
-                began = time.perf_counter()
-                step(call, parameters, tokens, False)
-                times.append(time.perf_counter() - began)
-        torchs, wefts = (1e3 * each for each in slowest([times for *_, times in runs]))
-        missed = {each.why for each in told if not each.fused}
-        if dist.get_rank() == 0:
-            print(
-                f"| {kind} | {len(told)} | {told.fused} | {'; '.join(sorted(missed))} | "
-                f"{torchs:.0f} | {wefts:.0f} |",
-                flush=True,
-            )
+    for kind in sys.argv[1:] or KINDS:
+        time_steps(kind)
     weft.close()
     dist.destroy_process_group()
 

@@ -4,57 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import (
-    all_to_all_single,
     all_to_all_single_autograd,
 )
-from torch.nn import functional
 
+import weft
+from tests.kernels.compiled_models import Experts, routed
 from tests.kernels.test_compile_models import by_pass
 from weft.kernels.graphs.receipts import Receipts
 
-H, F, E, K = 16, 24, 4, 2
-
-
-class Experts(nn.Module):
-    """As torchtitan has them: counts first, then rows, put in order by what was counted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        own = E // dist.get_world_size()
-        sizes = {"up": (own, H, F), "gate": (own, H, F), "down": (own, F, H)}
-        for name, size in sizes.items():
-            setattr(self, name, nn.Parameter(torch.randn(size).bfloat16() / 4))
-
-    def forward(self, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        parts, group = dist.get_world_size(), dist.group.WORLD
-        order = ids.view(-1).argsort(stable=True)
-        counts = torch.zeros(E, dtype=torch.int64).index_add(
-            0, ids.view(-1), torch.ones_like(order)
-        )
-        with torch.no_grad():
-            theirs = all_to_all_single(counts, None, None, group)
-            theirs = torch.ops._c10d_functional.wait_tensor(theirs).view(parts, -1)
-            sends = counts.view(parts, -1).sum(1).tolist()
-            receives = theirs.sum(1).tolist()
-        rows = all_to_all_single_autograd(x[order // K], receives, sends, group)
-        lengths = theirs.t().reshape(-1)
-        starts = (theirs.view(-1).cumsum(0) - theirs.view(-1)).view(parts, -1).t().reshape(-1)
-        block = torch.arange(E).repeat_interleave(lengths, output_size=rows.shape[0])
-        place = torch.arange(rows.shape[0]) - (lengths.cumsum(0) - lengths)[block]
-        place = place + starts[block]
-        ends = theirs.sum(0).cumsum(0).int()
-        rows = rows[place]
-        gate, up = (torch._grouped_mm(rows, w, offs=ends) for w in (self.gate, self.up))
-        made = torch._grouped_mm(functional.silu(gate) * up, self.down, offs=ends)
-        back = torch.empty_like(made)
-        back[place] = made
-        back = all_to_all_single_autograd(back, sends, receives, group)
-        back = back * scores.view(-1)[order].unsqueeze(1)
-        return torch.zeros_like(x).index_add(0, order // K, back)
+H, F = 16, 24
 
 
 class Shares(nn.Module):
@@ -70,15 +33,6 @@ class Shares(nn.Module):
         made = self.down(torch.relu(self.up(rows)))
         y: torch.Tensor = all_to_all_single_autograd(made, None, None, group)
         return x + y
-
-
-def routed(tokens: int, to: int | None) -> list[torch.Tensor]:
-    """x, ids and scores; all for expert `to` and the one behind, if there is one."""
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    x = torch.randn(tokens, H, generator=generator).bfloat16()
-    scores = torch.rand(tokens, K, generator=generator).bfloat16()
-    ids = torch.rand(tokens, E, generator=generator).topk(K, -1)[1]
-    return [x, ids if to is None else torch.tensor([to, to + 1]).repeat(tokens, 1), scores]
 
 
 def step(call: Any, model: nn.Module, given: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -117,8 +71,79 @@ def held() -> list[list[list[tuple[str, str]]]]:
     return found
 
 
-def test_rows_of_experts_move_through_shared_memory(ranks: Any) -> None:
-    moved = ("all_to_all", "rows of matmuls, through shared memory")
+MOVED = ("all_to_all", "rows of matmuls, through shared memory")
+
+
+def test_rows_of_experts_become_fused_ops(ranks: Any) -> None:
+    send, back = "dispatch_grouped_matmul", "grouped_matmul_combine"
+    both_ways = [
+        [(send, "2 matmuls"), (back, "a matmul"), (send, "1 matmul"), (back, "rows alone")],
+        [MOVED],  # counts
+    ]
     for experts, shares in ranks(2, held):
-        assert experts == [[moved] * 3, [moved] * 2]
-        assert shares == [[moved] * 2, [moved] * 2]
+        assert [each for each in experts if each] == both_ways
+        assert shares == [[MOVED] * 2, [MOVED] * 2]
+
+
+class ByRank(Experts):
+    """Rows stay as they come, which is another order than that of two experts a rank."""
+
+    def place(self, theirs: torch.Tensor, count: int) -> torch.Tensor:
+        return torch.arange(count)
+
+
+class Dropping(Experts):
+    """What goes to a rank has a limit, which tables of counts need not reach."""
+
+    def sent(self, counts: torch.Tensor) -> torch.Tensor:
+        return super().sent(counts).clamp(max=1000)
+
+
+class Inverse(Experts):
+    """Rows are told where they go, and taken back from there."""
+
+    def place(self, theirs: torch.Tensor, count: int) -> torch.Tensor:
+        place = super().place(theirs, count)
+        return torch.empty_like(place).index_put((place,), torch.arange(count))
+
+    def ordered(self, rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(rows).index_put((place,), rows)
+
+    def restored(self, made: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        return made[place]
+
+
+def ordered_otherwise(kind: type[Experts], strict: bool = False) -> Any:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, given, graphs = kind().requires_grad_(False), routed(9, None), list[Receipts]()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        if strict:
+            try:
+                torch.compile(model, backend=weft.compile_backend, options={"strict": True})(*given)
+            except Exception as error:
+                return str(error)
+        made = torch.compile(model, backend=by_pass(graphs), fullgraph=True)(*given)
+    assert torch.equal(made, model(*given))
+    return [[(r.fused, r.why) for r in each] for each in graphs if each]
+
+
+def test_an_order_that_is_not_that_of_experts_stays(ranks: Any) -> None:
+    """Rows move by themselves, and the receipt says why."""
+    whys = {
+        ByRank: ["its order is not that of experts"] * 2,
+        Dropping: ["its order is made of more than counts"] * 2,
+    }
+    for kind, told in whys.items():
+        alone = [(MOVED[0], f"{MOVED[1]}: {why}") for why in told]
+        for found in ranks(2, ordered_otherwise, kind):
+            assert found == [[MOVED, *alone]]
+    for error in ranks(2, ordered_otherwise, ByRank, True):
+        assert "strict=True" in error and "its order is not that of experts" in error
+
+
+@pytest.mark.slow
+def test_an_order_may_be_told_by_its_inverse(ranks: Any) -> None:
+    fused = [("dispatch_grouped_matmul", "2 matmuls"), ("grouped_matmul_combine", "a matmul")]
+    for found in ranks(2, ordered_otherwise, Inverse):
+        assert found == [[*fused, MOVED]]

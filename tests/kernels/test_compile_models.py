@@ -20,6 +20,7 @@ from torch.distributed._functional_collectives import (
 )
 from torch.utils.checkpoint import checkpoint
 
+import weft
 from tests.kernels import compiled_models as models
 from weft.kernels.graphs.backend import CompilePass
 from weft.kernels.graphs.receipts import Receipts
@@ -39,7 +40,11 @@ def by_pass(graphs: list[Receipts] | None) -> Any:
             rewritten(module)
         return make_boxed_func(module.forward)
 
-    cut = partial(min_cut_rematerialization_partition, compiler="inductor")
+    def cut(joint: Any, *args: Any, **kwargs: Any) -> Any:
+        if graphs is not None and (found := weft.compile_pass.joint(joint.graph)):
+            graphs.append(found)
+        return min_cut_rematerialization_partition(joint, *args, compiler="inductor", **kwargs)
+
     return aot_autograd(
         fw_compiler=compiled, partition_fn=cut, decompositions=select_decomp_table()
     )

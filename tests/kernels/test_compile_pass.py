@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -31,9 +34,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 import weft
-from weft.kernels.graphs.backend import CompilePass
+from weft.kernels.graphs.backend import CompilePass, MissedFusionError
 from weft.kernels.graphs.receipts import Receipt, Receipts, keep_receipts, receipts_of
-from weft.kernels.graphs.rewriting import MissedFusionError
 
 H, F, S, B = 16, 24, 8, 2
 
@@ -602,6 +604,26 @@ def test_receipts_are_logged_where_asked_for(
     ]
     wanted = [("weft.compile", logging.INFO, "\n".join(lines))] if asked else []
     assert caplog.record_tuples == wanted
+
+
+_TOLD = """
+import logging, sys
+from weft.kernels.graphs.receipts import Receipt, Receipts, keep_receipts
+if sys.argv[1:]:
+    logging.basicConfig(format="mine: %(message)s")
+for _ in range(2):
+    keep_receipts(None, Receipts([Receipt("all_reduce", ("2",), "", "no matmul makes it")]))
+"""
+
+
+def test_receipts_are_printed_by_the_variable_alone() -> None:
+    """To stderr; or as the process logs, at whatever level, if it does."""
+    for given, name in ((), "weft.compile"), (("configured",), "mine"):
+        command = [sys.executable, "-c", _TOLD, *given]
+        asked = os.environ | {"WEFT_LOG": "compile"}
+        made = subprocess.run(command, env=asked, capture_output=True, text=True, check=True)
+        line = f"{name}: all_reduce(2) stays: no matmul makes it\n0 of 1 collectives fused\n"
+        assert made.stderr == line * 2
 
 
 def test_receipts_of_what_is_decorated() -> None:

@@ -1,0 +1,499 @@
+"""Rows for experts: all_to_all, their order and the matmuls, which become weft's fused ops.
+
+    rows -> all_to_all -> [order] -> grouped mm, ..     dispatch_grouped_matmul
+    grouped mm -> [order] -> all_to_all                 grouped_matmul_combine
+    all_to_all of other rows of matmuls                 all_to_all, on CPUs
+
+Rows are sent sorted by expert, arrive by rank, and are put in order of experts by an index that is
+data. But it is made of counts alone, which ranks exchange first, and the graph has all steps:
+
+    counts (E,) --> all_to_all --> theirs (W, E / W) --> receives, order, offs
+        '------------------------------------------------> sends
+
+So these steps are run, when torch compiles, on tables of counts of all ranks: drawn ones, and those
+in which one expert gets all. Only steps that are linear in counts, or index by them, are taken, as
+no threshold may hide between two tables; what they make must be what the fused ops do. With counts
+as ids, an expert a row, these do just that: no row is rounded or added to another, and gradients
+are the same two chains. Forward and backward are rewritten before torch cuts them apart, as the
+backward alone has not the steps. If ranks' rows at run time are not as counted, `route` raises.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from functools import reduce
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx import Graph, Node
+
+from weft import settings
+from weft.collectives.custom_ops import world_of
+from weft.kernels.engine.local_matmul import on_cpu
+from weft.kernels.graphs.building import Builder, erase, tell_as
+from weft.kernels.graphs.chains import (
+    COLLECTIVES,
+    aten,
+    c10d,
+    is_call,
+    is_cast,
+    is_reshape,
+    shape,
+)
+from weft.kernels.graphs.receipts import Receipt, receipt_of
+from weft.kernels.graphs.sums import PRODUCTS, Outcome, counted
+
+_ops: Any = torch.ops.weft
+_CAST: Any = torch.ops.prims.convert_element_type.default
+_EXCHANGE = c10d.all_to_all_single.default
+_TAKERS = (
+    *PRODUCTS,
+    aten._grouped_mm.default,
+    aten._scaled_grouped_mm.default,
+    _ops.dispatch_grouped_matmul.default,
+    _ops.grouped_matmul_combine.default,
+)
+# Linear in integers, or indexing by them.
+_STEPS = {
+    "view", "reshape", "_unsafe_view", "permute", "transpose", "t", "clone", "alias", "detach",
+    "unsqueeze", "squeeze", "expand", "select", "slice", "split", "split_with_sizes", "cat",
+    "sum", "cumsum", "add", "sub", "neg", "index", "index_put", "repeat_interleave", "arange",
+    "iota", "full", "zeros", "ones", "empty", "new_empty", "new_zeros", "_to_copy",
+    "convert_element_type", "device_put", "_local_scalar_dense", "sym_size", "repeat",
+}  # fmt: skip
+_OF_NUMBERS = (operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv)
+_DRAWN = 8
+
+
+class _Table(NamedTuple):
+    """Counts that ranks exchange.
+
+    Attributes:
+        counts: how many rows this rank sends to each expert of all ranks.
+        exchange: the collective that brings those of others.
+    """
+
+    counts: Node
+    exchange: Node
+
+    @property
+    def experts(self) -> int:
+        """Of all ranks."""
+        number: int = self.counts.meta["val"].numel()
+        return number
+
+
+class _Move(NamedTuple):
+    """Rows that go to experts, or back.
+
+    Attributes:
+        collective: the all_to_all.
+        arrived: what it brings.
+        is_out: whether they go to experts.
+        rows: in the order of experts: of those that go out, made of `arrived`; else what is sent is
+            made of them.
+        by: the index; None if they are left as they are.
+        scatters: whether it tells where each row goes, rather than where it comes from.
+    """
+
+    collective: Node
+    arrived: Node
+    is_out: bool
+    rows: Node
+    by: Node | None
+    scatters: bool
+
+
+class _RefusedError(Exception):
+    """Why rows move by themselves, in a word."""
+
+
+def fuse_experts(graph: Graph) -> tuple[list[Receipt], dict[Node, str]]:
+    """Fuse what moves rows of experts, on CPUs, with the order of rows and matmuls.
+
+    Returns:
+        Receipts of the collectives that are gone; those that stay, and why.
+    """
+    gone: list[Receipt] = []
+    stay: dict[Node, str] = {}
+    routings: dict[Node, list[Node]] = {}
+    for node in [each for each in graph.nodes if _moves_counted_rows(each)]:
+        try:
+            gone.append(_fuse(node, routings))
+        except _RefusedError as refused:
+            stay[node] = str(refused)
+    return gone, stay
+
+
+def _moves_counted_rows(node: Node) -> bool:
+    """Whether it moves matrices of floats, as many rows as numbers of the graph tell."""
+    if not is_call(node, _EXCHANGE):
+        return False
+    (_, receives, sends, _), value = node.args, node.meta["val"]
+    told = [*receives, *sends]  # type: ignore[misc]
+    is_matrix = value.ndim == 2 and value.is_floating_point() and value.itemsize > 1
+    return is_matrix and on_cpu(value) and any(isinstance(each, Node) for each in told)
+
+
+def _fuse(node: Node, routings: dict[Node, list[Node]]) -> Receipt:
+    """Fuse one.
+
+    Args:
+        routings: those that the graph has, by the exchange of their counts.
+
+    Raises:
+        _RefusedError: it cannot be; nothing has changed.
+    """
+    waits = [user for user in node.users if is_call(user, c10d.wait_tensor.default)]
+    if len(waits) != 1 or not all(_asks_rows(user) for user in node.users if user not in waits):
+        raise _RefusedError("its result is used before it is waited for")
+    table = _table_of(node)
+    if _is_out(node, table):
+        return _send(_ordered_out(node, waits[0]), table, routings)
+    if table.exchange not in routings:
+        raise _RefusedError("its rows were not sent here by the same counts")
+    return _return(_ordered_back(node, waits[0]), table, routings[table.exchange])
+
+
+def _send(move: _Move, table: _Table, routings: dict[Node, list[Node]]) -> Receipt:
+    node, rows = move.collective, move.rows
+    x, receives, _, group = node.args
+    taken = _narrowed(rows) or [rows]
+    users = dict.fromkeys(user for each in taken for user in each.users)
+    products = [user for user in users if _multiplies(user) and user.args[0] in taken]
+    if not products:
+        raise _RefusedError("no grouped matmul takes its rows in that order")
+    _check_order(move, table, products)
+    at, before = Builder(node.graph, rows), Builder(node.graph, node)
+    weights = [product.args[1] for product in products]
+    if not at.can_hoist(weights):
+        raise _RefusedError("what multiplies its rows is gathered later")
+    told = receipt_of(node, "dispatch_grouped_matmul", counted(len(products), "matmul"))
+    received = _total(before, receives)
+    if table.exchange not in routings:
+        routings[table.exchange] = _routing(node, table, received)
+    for each in (node, move.arrived, *{rows, *taken}):
+        _tell_rows(each, received)
+    if taken[0] is not rows:
+        x = before.call(_CAST, x, taken[0].meta["val"].dtype)
+        tell_as(node, x)
+    keep = any(user not in products for each in taken for user in each.users)
+    made = at.call(
+        _ops.dispatch_grouped_matmul.default,
+        x, at.hoisted(weights), routings[table.exchange], group, 1, keep, None,
+    )  # fmt: skip
+    results = [at.call(operator.getitem, made, i) for i in range(len(products) + keep)]
+    tell_as(rows, made, *results)
+    for product, result in zip(products, results, strict=False):
+        at.replace(product, result)
+        node.graph.erase_node(product)
+    for each in taken:
+        if each.users:
+            at.replace(each, results[-1])
+        erase(node.graph, each)
+    return told
+
+
+def _return(move: _Move, table: _Table, routing: list[Node]) -> Receipt:
+    node, made = move.collective, move.rows
+    _, receives, _, group = node.args
+    if is_cast(made) and len(made.users) == 1 and _is_wider(made, made.all_input_nodes[0]):
+        made = made.all_input_nodes[0]  # it is cast after it was sent
+    products = [made] if _multiplies(made) and len(made.users) == 1 else []
+    _check_order(move, table, products)
+    at = Builder(node.graph, node)
+    told = receipt_of(node, "grouped_matmul_combine", "a matmul" if products else "rows alone")
+    for each in (node, move.arrived):
+        _tell_rows(each, _total(at, receives))
+    h, w = made.args[:2] if products else (made, None)
+    made = at.call(_ops.grouped_matmul_combine.default, h, w, None, routing, group, 1, None)
+    tell_as(node, made)
+    at.replace(move.arrived, made)
+    erase(node.graph, move.arrived)
+    return told
+
+
+def _narrowed(rows: Node) -> list[Node]:
+    """What casts them to the same fewer bytes, if nothing else is done with them."""
+    users = [user for user in rows.users if not _asks_rows(user)]
+    dtypes = {user.meta["val"].dtype for user in users if is_cast(user) and _is_wider(rows, user)}
+    return users if len(dtypes) == 1 and all(map(is_cast, users)) else []
+
+
+def _is_wider(node: Node, other: Node) -> bool:
+    wider, narrower = (each.meta["val"].dtype.itemsize for each in (node, other))
+    return bool(wider > narrower > 1)
+
+
+def _routing(node: Node, table: _Table, received: Any) -> list[Node]:
+    """That of rows which each have one expert, sorted by these, before `node` sends them."""
+    at, group = Builder(node.graph, node), node.args[3]
+    counts = at.call(aten.reshape.default, table.counts, [table.experts])
+    rows = at.size(node.all_input_nodes[0], 0)
+    ids = at.call(aten.repeat_interleave.Tensor, counts, output_size=rows)
+    ids = at.call(_CAST, ids, torch.int32)
+    ids = at.call(aten.unsqueeze.default, ids, 1)
+    made = at.call(_ops.route.default, ids, 0, group, 1, None, None, table.experts, received)
+    parts = [at.call(operator.getitem, made, i) for i in range(len(made.meta["val"]))]
+    tell_as(node, counts, ids, made, *parts)
+    return [ids, *parts]
+
+
+def _multiplies(node: Node) -> bool:
+    """Whether it multiplies rows of experts by matrices of theirs."""
+    is_plain = is_call(node, aten._grouped_mm.default) and len(node.args) == 3 and not node.kwargs
+    dims = [len(shape(each)) for each in node.args[:2]] if is_plain else []  # type: ignore[arg-type]
+    return dims == [2, 3]
+
+
+def _asks_rows(node: Node) -> bool:
+    """Whether it asks how many rows there are."""
+    return is_call(node, aten.sym_size.int) and bool(node.args[1] == 0)
+
+
+def _tell_rows(of: Node, rows: Any) -> None:
+    """The number of rows, to all that ask for it."""
+    for user in list(of.users):
+        if _asks_rows(user):
+            user.replace_all_uses_with(rows)
+            of.graph.erase_node(user)
+
+
+def _total(at: Builder, sizes: Any) -> Any:
+    def added(a: Any, b: Any) -> Any:
+        is_told = isinstance(a, Node) or isinstance(b, Node)
+        return at.call(operator.add, a, b) if is_told else a + b
+
+    return reduce(added, sizes)
+
+
+def _ordered_out(node: Node, arrived: Node) -> _Move:
+    """What puts in order the rows that have come."""
+    user, *others = [user for user in arrived.users if not _asks_rows(user)] or [arrived]
+    if not others and is_call(user, aten.index.Tensor) and user.args[0] is arrived:
+        return _Move(node, arrived, True, user, _only(user.args[1]), False)
+    if not others and _puts(user, arrived):
+        return _Move(node, arrived, True, user, _only(user.args[1]), True)
+    return _Move(node, arrived, True, arrived, None, False)
+
+
+def _ordered_back(node: Node, arrived: Node) -> _Move:
+    """What rows are put in order to be sent back."""
+    sent = node.all_input_nodes[0]
+    if is_call(sent, aten.index.Tensor):
+        index, rows, scatters = sent.args[1], sent.args[0], False
+    elif _puts(sent):
+        (_, index, rows, *_), scatters = sent.args, True
+    else:
+        return _Move(node, arrived, False, sent, None, False)
+    assert isinstance(rows, Node)
+    return _Move(node, arrived, False, rows, _only(index), scatters)
+
+
+def _puts(node: Node, rows: Node | None = None) -> bool:
+    """Whether it puts rows, each of its own once, with nothing left of what was there."""
+    if not is_call(node, aten.index_put.default) or rows not in (None, node.args[2]):
+        return False
+    into: Any
+    into, _, given, *adds = node.args
+    empty = is_call(into, aten.full.default) and into.args[1] == 0
+    same = str(shape(into)) == str(shape(given))  # type: ignore[arg-type]
+    return same and bool(empty or adds in ([], [False]))
+
+
+def _only(index: Any) -> Node:
+    if len(index) == 1 and isinstance(index[0], Node):
+        return index[0]
+    raise _RefusedError(_UNKNOWN)
+
+
+_UNKNOWN = "its order is made of more than counts"
+
+
+def _table_of(node: Node) -> _Table:
+    """The one exchange of counts over the same ranks that tells how many rows move."""
+    _, receives, sends, group = node.args
+    found, seen = set[Node](), set[Node]()
+    left = [each for each in (*receives, *sends) if isinstance(each, Node)]  # type: ignore[misc]
+    while left:
+        each = left.pop()
+        seen.add(each)
+        if is_call(each, *COLLECTIVES):
+            found.add(each)
+        elif _is_step(each):
+            left += [n for n in each.all_input_nodes if n not in seen]
+    if len(found) != 1:
+        raise _RefusedError("its numbers of rows are not made of one exchange of counts")
+    exchange = found.pop()
+    counts = exchange.all_input_nodes[0]
+    while is_reshape(counts) or is_call(counts, aten.clone.default):
+        counts = counts.all_input_nodes[0]
+    value, sizes = counts.meta["val"], [*shape(counts), *shape(exchange)]
+    is_known = all(isinstance(size, int) for size in sizes) and not value.is_floating_point()
+    takes = (_EXCHANGE, c10d.all_gather_into_tensor.default)
+    if not is_call(exchange, *takes) or exchange.args[-1] != group or not is_known:
+        raise _RefusedError("its numbers of rows are not made of one exchange of counts")
+    if value.numel() % world_of(str(group))[1]:
+        raise _RefusedError("ranks have unequal numbers of experts")
+    return _Table(counts, exchange)
+
+
+class _Wanted(NamedTuple):
+    """What the fused ops do with one table of counts, (W, E).
+
+    Attributes:
+        sent, came: (W,): rows that this rank sends to each, and that come from each.
+        order: for each row in the order of experts, its place among those that came.
+        ends: (E / W,): one after the last row of each expert.
+        known: the values of the nodes of a table.
+    """
+
+    sent: list[int]
+    came: list[int]
+    order: torch.Tensor
+    ends: list[int]
+    known: dict[Node, Any]
+
+
+def _wanted(node: Node, table: _Table) -> Iterable[_Wanted]:
+    rank, W = world_of(str(node.args[3]))
+    E, generator = table.experts, torch.Generator().manual_seed(0)
+    own = E // W
+    # What this rank sends may be a number of the graph, to which its counts must add up.
+    rows = [shape(each)[0] for each in (node.all_input_nodes[0], node)]
+    n = next((size for size in rows if isinstance(size, int)), 17)
+    tables = []
+    for _ in range(_DRAWN):
+        sizes = torch.randint(2 * n + 1, (W,), generator=generator).tolist()
+        sizes[rank] = n
+        drawn = [torch.randint(E, (size,), generator=generator) for size in sizes]
+        tables.append(torch.stack([each.bincount(minlength=E) for each in drawn]))
+    for expert in range(E):
+        tables.append(torch.zeros(W, E, dtype=torch.int64))
+        tables[-1][:, expert] = n
+    for M in tables:
+        mine = M[:, rank * own : (rank + 1) * own].contiguous()
+        whose = torch.arange(own).repeat(W).repeat_interleave(mine.reshape(-1))
+        exchanged = M if is_call(table.exchange, c10d.all_gather_into_tensor.default) else mine
+        known = {
+            each: value.reshape(shape(each)).to(each.meta["val"].dtype)
+            for each, value in ((table.counts, M[rank]), (table.exchange, exchanged))
+        }
+        yield _Wanted(
+            M[rank].view(W, own).sum(1).tolist(),
+            mine.sum(1).tolist(),
+            whose.argsort(stable=True),
+            mine.sum(0).cumsum(0).tolist(),
+            known,
+        )
+
+
+def _is_out(node: Node, table: _Table) -> bool:
+    """Whether rows go to experts, rather than back.
+
+    Raises:
+        _RefusedError: they go as others than the counts tell.
+    """
+    _, receives, sends, _ = node.args
+    ways = {True, False}
+    with unset_fake_temporarily(), torch.no_grad():
+        for wanted in _wanted(node, table):
+            found = _played([receives, sends], wanted.known)
+            given = wanted.came, wanted.sent
+            ways -= {True} if found != [*given] else set()
+            ways -= {False} if found != [*reversed(given)] else set()
+    if len(ways) != 1:
+        raise _RefusedError("its numbers of rows are not those of the counts")
+    return ways.pop()
+
+
+def _check_order(move: _Move, table: _Table, products: list[Node]) -> None:
+    """Raise _RefusedError unless rows are in the order of experts, and multiplied so."""
+    offs = [*dict.fromkeys(each.args[2] for each in products)]
+    with unset_fake_temporarily(), torch.no_grad():
+        for wanted in _wanted(move.collective, table):
+            rows = torch.empty(sum(wanted.came if move.is_out else wanted.sent), 1)
+            known = wanted.known | {move.collective: rows, move.arrived: rows}
+            *ends, index = _played([*offs, move.by], known)
+            order = wanted.order
+            if move.scatters == move.is_out and move.by is not None:
+                order = order.argsort()
+            index = torch.arange(len(order)) if index is None else index
+            if not torch.equal(index.long(), order):
+                raise _RefusedError("its order is not that of experts")
+            if any(each.tolist() != wanted.ends for each in ends):
+                raise _RefusedError("its experts end elsewhere than the counts tell")
+
+
+def _is_step(node: Node) -> bool:
+    """Whether it is linear in integers, or indexes by them."""
+    schema = getattr(node.target, "_schema", None)
+    plain = node.target in (*_OF_NUMBERS, torch.sym_sum, c10d.wait_tensor.default)
+    return node.op == "call_function" and (
+        plain or (schema is not None and schema.name.partition("::")[2] in _STEPS)
+    )
+
+
+def _played(wanted: Any, known: dict[Node, Any]) -> list[Any]:
+    """The values of nodes, made of those that are known.
+
+    Raises:
+        _RefusedError: they are made of others, or by other than steps on integers.
+    """
+    values = dict(known)
+
+    def value(node: Node) -> Any:
+        if node not in values:
+            if not _is_step(node):
+                raise _RefusedError(_UNKNOWN)
+            target: Any = node.target
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), value)
+            if target in (c10d.wait_tensor.default, torch.ops.prims.device_put.default):
+                target, args, kwargs = operator.getitem, (args, 0), {}
+            here = {"device": "cpu"} if "device" in kwargs else {}
+            try:
+                made = target(*args, **kwargs | here)
+            except (RuntimeError, ValueError, IndexError, TypeError):
+                raise _RefusedError(_UNKNOWN) from None  # it is not for all counts
+            if isinstance(made, torch.Tensor) and made.dtype not in (torch.int64, torch.int32):
+                raise _RefusedError(_UNKNOWN)
+            values[node] = made
+        return values[node]
+
+    found: list[Any] = torch.fx.map_arg(wanted, value)
+    return found
+
+
+def fuse_exchange(graph: Graph, node: Node) -> Outcome:
+    """An all_to_all whose rows experts multiply, or have multiplied."""
+    x, receives, sends, group = node.args
+    assert isinstance(x, Node)
+    takes, makes = _reaches(node, lambda n: n.users), _reaches(x, lambda n: n.all_input_nodes)
+    if not takes and not makes:
+        return "", "no matmul makes or takes what it moves", False
+    if not on_cpu(x.meta["val"]) and settings.current_engine() == "auto":
+        return "", "rows for experts: on GPUs the process group moves them", False
+    made = Builder(graph, node).call(_ops.all_to_all.default, x, receives, sends, group)
+    chain = [node]
+    for each in chain:  # it grows
+        chain += [user for user in each.users if is_call(user, c10d.wait_tensor.default)]
+    for each in reversed(chain):
+        each.replace_all_uses_with(made)
+        graph.erase_node(each)
+    return "all_to_all", "rows of matmuls, through shared memory", True
+
+
+def _reaches(node: Node, further: Callable[[Node], Iterable[Node]]) -> bool:
+    """Whether there is a matmul on the way, before the next collectives."""
+    seen, left = {node}, [node]
+    while left:
+        each = left.pop()
+        if is_call(each, *_TAKERS):
+            return True
+        if each is node or not is_call(each, *COLLECTIVES):
+            new = [n for n in further(each) if n not in seen]
+            left += new
+            seen.update(new)
+    return False
