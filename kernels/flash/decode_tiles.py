@@ -53,8 +53,8 @@ def decode_config(
     programs = max(1, min(chip.programs, items * split))
     if chip is INTERPRETER:
         return DecodeConfig(programs, split, 16)
-    # What counts is how many keys are in flight: 16 x 4096 of 8 heads take 168 us on an H200 with 32
-    # a step and 2 stages, 88 with 64 and 4. More of them, or half as many warps, spill on sm_90 or
+    # Keys in flight are what counts: 16 x 4096 of 8 heads take 168 us on an H200 with 32 keys
+    # a step and 2 stages, 88 with 64 and 4. More, or half as many warps, spill on sm_90 or
     # come close to it. In fp32 there are no matrix units, so that lanes hold more in registers.
     size = rows * block_d * (4 if dtype == torch.float32 else 1)
     if size <= 32 * 128 and block_d <= 128 and not narrow and not chip.is_amd:
