@@ -12,11 +12,14 @@ peers' tables point at the other segments. So a call does all of a rank's work, 
 peers go to local memory. Multicast there is none.
 
 What peers would send is learned, not modelled:
-  1. With every signal of every pad posted far ahead, nothing waits: each rank runs fn once. The
-     words that change are those that the ranks signal, and by how much they exceed GENERATION tells
-     with what. A word of the rank's own pad is local to it: nobody posts it from then on.
-  2. With the learned signals posted, each rank runs fn twice for every exchange of a call that
-     needs the one before (`depth`): both halves of all memory then hold what peers leave there.
+  1. With every signal of every pad posted far ahead, nothing waits: each rank runs fn. The words
+     that change are those that the ranks signal, and by how much they exceed GENERATION tells with
+     what. A word of the rank's own pad is local to it: nobody posts it from then on. As signals may
+     tell how much has come, ranks do so twice for every exchange of a call that needs the one
+     before (`depth`), until both halves of all memory hold what peers leave there.
+  2. As often with the learned signals posted, as kernels then wait for their own programs.
+  3. Where no peer signals, its words carry their flags (`weft.collectives.device.flagged`): posting
+     writes those of the next two calls, as memory has two halves.
 A call finds data and signals as if its peers had been quicker. That they are right is not proved:
 compare its result with an oracle. A signal that was not learned ends in `PeerTimeout`.
 """
@@ -46,6 +49,8 @@ _FAR = 1 << 62  # more than any generation, and than what `kernels.turns` makes 
 
 
 _ALIGN = 4096
+_DATA = (1 << 32) - 1  # of a word that carries its flag
+_UNSENT = 1 << 32 | _DATA  # NaN, flagged with the first call
 
 
 class _Buffer:
@@ -57,23 +62,29 @@ class _Buffer:
         posted: bool (W, slots): those that peers write.
         beyond: int64 (W, slots): by how much these exceed the generation before the call.
         own: bool (W, slots): those that the rank itself writes.
+        data: int64 (W, 2, words): both halves of every rank's data.
+        flagged: whether these are words that carry their flags.
         steps: int64 (W, 1): by how much a call raises the generation.
     """
 
     def __init__(
         self, world_size: int, pad_bytes: int, data_bytes: int, device: torch.device, hollow: bool
     ) -> None:
-        # One allocation, for pads that can be read and written together. The data hold NaN. The
+        # One allocation, for pads that can be read and written together. The data hold NaNs. The
         # segments of a hollow one begin a pad apart: the data of each lie over those of the others,
         # and over their pads, which nobody reads.
         nbytes = pad_bytes + data_bytes
         pitch = -(-(pad_bytes if hollow else nbytes) // _ALIGN) * _ALIGN
         whole = (world_size - 1) * pitch + max(pitch, nbytes)
-        memory = torch.full((whole,), 255, dtype=torch.uint8, device=device)
+        memory = torch.full((-(-whole // 8),), _UNSENT, device=device).view(torch.uint8)
         pads = memory[: world_size * pitch].view(world_size, pitch)[:, :pad_bytes]
         pads.zero_()
         pads = pads.view(torch.int64)
         self.segments = [memory[r * pitch :][:nbytes] for r in range(world_size)]
+        if not hollow:
+            data = memory.view(world_size, pitch)[:, pad_bytes : pad_bytes + data_bytes // 16 * 16]
+            self.data = data.view(torch.int64).view(world_size, 2, data_bytes // 16)
+        self.flagged = False
         self.generations = pads[:, pad.GENERATION : pad.GENERATION + 1]
         # On a CPU, what hosts signal is up to `_SoloWaiter`.
         first = pad.KERNEL_SLOTS if device.type == "cpu" else pad.HOST_SLOTS
@@ -100,10 +111,21 @@ class _Buffer:
         self.posted |= new
         self.beyond[new] = self.slots[new] - began
 
+    def look(self) -> None:
+        """After every rank's call: whether it is words with flags that they exchange."""
+        most = int(self.generations.max()) + 1  # of what was posted
+        flags = self.data >> 32
+        self.flagged = not self.posted.any() and bool(((flags >= 0) & (flags <= most)).all())
+
     def post(self, ranks: slice, calls: int = 1) -> None:
         """Write the signals that the next `calls` calls of `ranks` await, in the current stream."""
         ahead = self.generations[ranks] + (calls - 1) * self.steps[ranks] + self.beyond[ranks]
         self.slots[ranks] = torch.where(self.posted[ranks], ahead, self.slots[ranks])
+        if self.flagged:
+            following = self.generations[ranks] + 1
+            halves = torch.arange(2, device=following.device)
+            flags = following + ((following & 1) != halves)
+            self.data[ranks] = self.data[ranks] & _DATA | (flags << 32)[:, :, None]
 
 
 class SoloTeam(OneMemory):
@@ -239,16 +261,31 @@ class SoloWorld:
             for rank in range(self.world_size):
                 self._run(fn, rank)
             return
-        for rank in range(self.world_size):
-            before = {buffer: int(buffer.generations[rank]) for buffer in team.buffers}
-            self._run(fn, rank)
-            for buffer in team.buffers:
-                buffer.learn(rank, before.get(buffer, 0))
+        for _ in range(2 * depth):
+            self._open_round(fn)
         team.learning = False
         for buffer in team.buffers:
             buffer.slots.fill_(0)
         for _ in range(2 * depth):
             self._round(fn)
+
+    def _open_round(self, fn: Callable[[int], Any]) -> None:
+        """A call of every rank in which nothing waits, to learn what they signal."""
+        for buffer in self.team.buffers:
+            buffer.open()
+            buffer.post(slice(None))
+        # Not even for the own programs: what these leave each other must be no wild address.
+        with (
+            patch.object(torch, "empty", _zeroed(torch.empty)),
+            patch.object(torch.Tensor, "new_empty", _zeroed(torch.Tensor.new_empty)),
+        ):
+            for rank in range(self.world_size):
+                before = {buffer: int(buffer.generations[rank]) for buffer in self.team.buffers}
+                self._run(fn, rank)
+                for buffer in self.team.buffers:
+                    buffer.learn(rank, before.get(buffer, 0))
+        for buffer in self.team.buffers:
+            buffer.look()
 
     def _round(self, fn: Callable[[int], Any]) -> None:
         """One more call of every rank, whose signals are compared with the learned ones."""
@@ -307,6 +344,15 @@ class SoloWorld:
             with virtual_rank(self.groups[rank]):
                 forget(rank)
         self.team.buffers.clear()
+
+
+def _zeroed(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`make`, whose tensors are filled with zeros."""
+
+    def made(*args: Any, **options: Any) -> torch.Tensor:
+        return make(*args, **options).zero_()
+
+    return made
 
 
 @contextmanager

@@ -31,6 +31,8 @@ from weft.kernels.engine import kernel_rates, tuning
 from weft.kernels.engine.chips import INTERPRETER, known
 from weft.kernels.engine.tuning import Trial
 from weft.kernels.matmul import all_gather_launch
+from weft.kernels.norm import rms_norm_launch
+from weft.kernels.norm.rms_norm_launch import RMSNormConfig
 from weft.sim.run.solo import SoloWorld
 from weft.sim.unwaited import PARTS
 
@@ -112,6 +114,18 @@ def test_shards_of_copy_engines_come_before_the_kernel(monkeypatch: pytest.Monke
     case = measure.measured(spec, CPU, quick=True)
     assert case.failure == "" and "copying inside the chip" in case.timed
     assert "as copy engines are the link" in case.notes[0]
+
+
+@pytest.mark.slow
+def test_words_of_peers_that_carry_their_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_words(
+        rows: int, share: int, H: int, dtype: Any, W: int, chip: Any, whole: bool
+    ) -> RMSNormConfig:
+        return rms_norm_launch.by_words(rows, share, H, dtype, False, chip)
+
+    monkeypatch.setattr(rms_norm_launch, "quickest_norm", by_words)
+    case = measure.measured(spec_of("norm", 2), CPU, quick=True)
+    assert not case.failure and "weft" in case.timed
 
 
 def small(world_size: int = 2) -> tuple[SoloWorld, Callable[[int], Any], torch.Tensor]:
