@@ -212,6 +212,11 @@ class WeightGrad:
         into = None if self._sum is None or _in_onednn(a, b) else self._sum
         self._sum = self._mm(a, b, plus=self._sum, out=into)
 
+    def include(self, dw: torch.Tensor) -> None:
+        """Add a gradient (K, N) of other rows, whose memory may become that of the sum."""
+        part = dw.t() if self._transposed else dw
+        self._sum = part.to(sum_dtype(part)) if self._sum is None else self._sum.add_(part)
+
     def result(self) -> torch.Tensor:
         """The sum so far, (K, N)."""
         if self._sum is None:

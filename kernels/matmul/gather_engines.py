@@ -128,6 +128,13 @@ class GatherGradient(NamedTuple):
     gathered: torch.Tensor | None = None
     told: tuple[Hashable, ...] = ()
     crossed: tuple[torch.Tensor, ...] = ()  # as the forward made it, if it was kept
+    # Where those of weights are added up block by block: who can adds to them, and returns none.
+    totals: Sequence[WeightGrad | None] = ()
+
+    def grad(self, i: int, chunks: int = 1) -> WeightGrad:
+        """Where that of weight i is added up, of this call if there is no total."""
+        total = self.totals[i] if self.totals else None
+        return WeightGrad(self.weights[i], chunks) if total is None else total
 
 
 # For x, and for every weight; None where it is not needed.
@@ -144,11 +151,11 @@ def _backward(
     if given.needs_x:
         dx, _ = fused(given._replace(needs_w=[False] * len(given.weights), gathered=None))
     dws: list[torch.Tensor | None] = []
-    for w, dy, need in zip(given.weights, given.dys, given.needs_w, strict=True):
-        grad = WeightGrad(w)
+    for i, (dy, need) in enumerate(zip(given.dys, given.needs_w, strict=True)):
+        grad = given.grad(i)
         if need:
             grad.add(given.gathered, dy)
-        dws.append(grad.result() if need else None)
+        dws.append(grad.result() if need and not given.totals else None)
     return dx, dws
 
 
@@ -183,7 +190,7 @@ def _host_forward(
 
 
 def _host_backward(given: GatherGradient) -> GatherGradients:
-    x, weights, dys, dgathered, group, rows, needs_x, needs_w, _, told, _ = given
+    x, weights, dys, dgathered, group, rows, needs_x, needs_w, _, told, *_ = given
     M, K = sum(rows), x.shape[1]
     wire = sum_dtype(x)
     op, dx = "all_gather_matmul backward", None
@@ -207,16 +214,13 @@ def _host_backward(given: GatherGradient) -> GatherGradients:
         if any(needs_w):
             in_place = shards.sums_in_place(weights, rows)
             chunks = len(rows) if in_place else 1
-            pairs = [
-                (i, WeightGrad(w, chunks), dys[i])
-                for i, (w, need) in enumerate(zip(weights, needs_w, strict=True))
-                if need
-            ]
+            pairs = [(i, given.grad(i, chunks), dys[i]) for i, need in enumerate(needs_w) if need]
             for start, chunk in shards.row_chunks(gather, x, rows, in_place=in_place):
                 for _, grad, dy in pairs:
                     grad.add(chunk, dy[start : start + len(chunk)])
             for i, grad, _ in pairs:
-                dws[i] = gather.result(grad.result())
+                dw = gather.result(grad.result())
+                dws[i] = None if given.totals else dw
         if needs_x:
             start = offsets(rows)[group.rank]
             dx = shards.reduce_rows(scatter, own, start, x.dtype, overwrite=overwrite)
@@ -291,7 +295,7 @@ def _channel_and_bytes(x: torch.Tensor, rows: list[int], copy_engines: bool) -> 
 def _triton_backward(given: GatherGradient) -> GatherGradients:
     from weft.kernels.matmul import contract_kernel, reduce_scatter_kernel
 
-    x, weights, dys, dgathered, group, rows, needs_x, needs_w, _, told, _ = given
+    x, weights, dys, dgathered, group, rows, needs_x, needs_w, _, told, *_ = given
     op, dx = "all_gather_matmul backward", None
     dws: list[torch.Tensor | None] = [None] * len(weights)
     if needs_x:
@@ -398,7 +402,7 @@ def _hosts_forward(
 
 
 def _hosts_backward(given: GatherGradient) -> GatherGradients:
-    x, weights, dys, dgathered, group, rows, _, needs_w, gathered, told, crossed = given
+    x, weights, dys, dgathered, group, rows, _, needs_w, gathered, told, crossed, _ = given
     crossing = Crossing(group, rows, x.shape[1] * x.element_size(), "all_gather_matmul backward")
     blocks: Iterable[tuple[HostRows, torch.Tensor]]
     if any(needs_w) and gathered is None and not crossed:
@@ -406,7 +410,8 @@ def _hosts_backward(given: GatherGradient) -> GatherGradients:
     else:  # those that are awaited elsewhere first
         shards_of = crossed if crossed and gathered is None else [x] * len(crossing.foreign)
         blocks = [*zip(crossing.foreign, shards_of, strict=True), (crossing.own, x)]
-    own, totals = None, list[torch.Tensor | None]([None] * len(weights))
+    own: torch.Tensor | None = None
+    totals = [WeightGrad(w, 2) if n else None for w, n in zip(weights, needs_w, strict=True)]
     for block, shard in blocks:
         part = given._replace(
             x=shard,
@@ -416,20 +421,20 @@ def _hosts_backward(given: GatherGradient) -> GatherGradients:
             rows=block.sizes,
             gathered=None if gathered is None else block.of(gathered),
             crossed=(),
+            totals=totals if sum_dtype(x) == x.dtype else (),  # else each is rounded by itself
         )
         engine = _plan_inside(crossing.inside, block.sizes, x, weights, told).engine
         with crossing.naming():
             dx, dws = generic_backward(part) if engine == "generic" else BACKWARD[engine](part)
-        for i, dw in enumerate(dws):
-            if dw is not None:
-                total = totals[i]
-                totals[i] = dw.to(sum_dtype(x)) if total is None else total.add_(dw)
+        for total, dw in zip(totals, dws, strict=True):
+            if total is not None and dw is not None:
+                total.include(dw)
         if dx is not None and block is crossing.own:
             own = dx
         elif dx is not None:
             crossing.give_back(block, dx)
     dx = None if own is None else crossing.summed(own, sum_dtype(x)).to(x.dtype)
-    return dx, [None if total is None else total.to(x.dtype) for total in totals]
+    return dx, [None if total is None else total.result() for total in totals]
 
 
 def _generic_forward(

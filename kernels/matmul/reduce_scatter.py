@@ -127,6 +127,8 @@ class ScatterGradient(NamedTuple):
     average: bool
     needs: Sequence[bool]  # of x, w and bias
     told: tuple[Hashable, ...] = ()  # as in `Call`
+    # Where that of w is added up block by block: who can adds to it, and returns none.
+    total: WeightGrad | None = None
 
     @property
     def divisor(self) -> int:
@@ -167,7 +169,7 @@ def _host_forward(call: SumCall, given: Operands) -> torch.Tensor:
 
 
 def _host_backward(given: ScatterGradient) -> Gradients:
-    x, w, dy, group, rows, _, (needs_x, needs_w, needs_b), told = given
+    x, w, dy, group, rows, _, (needs_x, needs_w, needs_b), told, total = given
     dx = None
     accumulator = sum_dtype(w)
     db = torch.zeros(w.shape[1], dtype=accumulator, device=w.device) if needs_b else None
@@ -177,7 +179,7 @@ def _host_backward(given: ScatterGradient) -> Gradients:
         shards.rows_in_place(own, [w.t()], rows) if needs_x else shards.sums_in_place([w.t()], rows)
     )
     in_place = in_place and not (needs_w and partials_cost(own))
-    grad = WeightGrad(w, len(rows) if in_place else 1) if needs_w else None
+    grad = (total or WeightGrad(w, len(rows) if in_place else 1)) if needs_w else None
     op = "matmul_reduce_scatter backward"
     with exchange(group, nbytes, op, x.device, channel="host gather", told=told) as ex:
         shards.publish(ex, own, rows)
@@ -197,7 +199,7 @@ def _host_backward(given: ScatterGradient) -> Gradients:
         for gradient in (dx, dw, db):
             if gradient is not None:
                 ex.result(gradient)
-    return dx, dw, db
+    return dx, None if total else dw, db
 
 
 def hosts_forward(call: SumCall, given: Operands) -> torch.Tensor:
@@ -241,15 +243,15 @@ def _plan_inside(
 
 
 def _hosts_backward(given: ScatterGradient) -> Gradients:
-    x, w, dy, group, rows, average, (needs_x, needs_w, needs_b), told = given
+    x, w, dy, group, rows, average, (needs_x, needs_w, needs_b), told, _ = given
     dx = torch.empty_like(x) if needs_x else None
-    dw = None
+    total = WeightGrad(w, 2) if needs_w else None
     crossing = Crossing(group, rows, w.shape[1] * x.element_size(), f"{OP.name} backward")
     own = dy / group.world_size if average else dy
     for block, shard in crossing.fetched(own) if needs_x or needs_w else ():
         part = ScatterGradient(
             block.of(x), w, shard, crossing.inside, block.sizes, False, (needs_x, needs_w, False),
-            told,
+            told, total if sum_dtype(w) == w.dtype else None,  # else each is rounded by itself
         )  # fmt: skip
         engine = _plan_inside(crossing.inside, block.sizes, part.x, w, told).engine
         with crossing.naming():
@@ -259,13 +261,13 @@ def _hosts_backward(given: ScatterGradient) -> Gradients:
                 made, more, _ = OP.backward[engine](part)
         if dx is not None and made is not None:
             block.put(made, dx)
-        if more is not None:
-            dw = more.to(sum_dtype(w)) if dw is None else dw.add_(more)
+        if total is not None and more is not None:
+            total.include(more)
     db = None
     if needs_b:  # alike on every rank: added up in their order
         sums = all_gather(dy.sum(0, keepdim=True, dtype=sum_dtype(w)), group, sizes=[1] * len(rows))
         db = sums.sum(0).to(w.dtype)
-    return dx, None if dw is None else dw.to(w.dtype), db
+    return dx, None if total is None else total.result(), db
 
 
 def _triton_forward(call: SumCall, given: Operands) -> torch.Tensor:
@@ -295,7 +297,7 @@ def _triton_forward(call: SumCall, given: Operands) -> torch.Tensor:
 def _triton_backward(given: ScatterGradient) -> Gradients:
     from weft.kernels.matmul import all_gather_launch, contract_kernel
 
-    x, w, dy, group, rows, _, (needs_x, needs_w, needs_b), told = given
+    x, w, dy, group, rows, _, (needs_x, needs_w, needs_b), told, _ = given
     op = "matmul_reduce_scatter backward"
     dx = dw = db = None
     divisor = given.divisor
@@ -332,7 +334,7 @@ def _triton_backward(given: ScatterGradient) -> Gradients:
 
 def _differentiable_backward(given: ScatterGradient) -> Gradients:
     """The same by ops that are differentiable themselves."""
-    x, w, dy, group, rows, average, (needs_x, needs_w, needs_b), _ = given
+    x, w, dy, group, rows, average, (needs_x, needs_w, needs_b), *_ = given
     whole = all_gather(dy / group.world_size if average else dy, group, sizes=rows)
     dx = matmul(whole, w.t()) if needs_x else None
     dw = matmul(x.t(), whole) if needs_w else None
