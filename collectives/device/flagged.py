@@ -41,9 +41,9 @@ import triton.language as tl
 
 from weft.collectives.device.addresses import INTERPRETED, Constant
 from weft.collectives.device.failures import record_timeout
-from weft.collectives.device.polling import as_flagged, pause
+from weft.collectives.device.polling import as_flagged
 from weft.collectives.device.signals import half_ptr
-from weft.collectives.device.waits import POLLS_A_LOOK, look, on_nvidia, patience
+from weft.collectives.device.waits import on_nvidia, patience, still_waits
 
 THREADS = 1 if INTERPRETED else 256 if torch.version.hip else 128  # of a program: 4 warps
 
@@ -154,22 +154,6 @@ def load_flagged(ptrs, generation, dtype: tl.constexpr, COUNT: tl.constexpr):
 def greatest_of(x):
     """The largest element of a matrix of integers."""
     return tl.reduce(tl.reduce(x, 1, tl.standard._elementwise_max), 0, tl.standard._elementwise_max)
-
-
-@triton.jit
-def still_waits(own_pad, ptr, generation, timeout_ns, began, left, polls, scope: tl.constexpr):
-    """Between two loads of words near `ptr`: (began, left, polls) as the next one wants them.
-
-    They begin as (0, patience of that scope, 0), int64 but the last; when `left` is no more than 0,
-    it is over. Scope "gpu" is for words that wait for a peer's themselves: see `patience`.
-    """
-    polls += 1
-    if _INTERPRETED:
-        left -= pause(ptr, generation)
-    if polls == POLLS_A_LOOK:
-        polls = 0
-        began, left = look(own_pad, generation, timeout_ns, began, left, scope)
-    return began, left, polls
 
 
 @triton.jit

@@ -189,7 +189,7 @@ class KeptCall:
         return [x if view is None else x.as_strided(*view) for x, view in views]
 
 
-def are_apart(operands: Sequence[torch.Tensor]) -> bool:
+def suit_kept_launches(operands: Sequence[torch.Tensor]) -> bool:
     """Whether launches may be made again with them: empty ones have no address, two that begin
     alike could not be told apart, and others are not what was compiled for.
     """
@@ -227,7 +227,7 @@ class Repeated:
         kept = self._kept.get(key, self)
         if kept is None:
             return make()
-        if not are_apart([x for x in operands if x is not None]):
+        if not suit_kept_launches([x for x in operands if x is not None]):
             return make()
         if isinstance(kept, KeptCall):
             results = kept.make(operands)

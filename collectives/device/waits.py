@@ -115,13 +115,31 @@ def patience(timeout_ns, scope: tl.constexpr):
 
 
 @triton.jit
-def look(own_pad, value, timeout_ns, began, left, scope: tl.constexpr):
+def _look(own_pad, value, timeout_ns, began, left, scope: tl.constexpr):
     """When a wait `began`, if it is not 0 (unknown), and for how many ns it goes on."""
     if not _INTERPRETED:
         now = _now(own_pad)
         began = tl.where(began == 0, now, began)
         left = patience(timeout_ns, scope) - (now - began)
     return began, tl.where(_given_up(own_pad, value), 0, left)
+
+
+@triton.jit
+def still_waits(
+    own_pad, ptr, value, timeout_ns, began, left, polls, scope: tl.constexpr, missing=True
+):
+    """Between two loads of the words at `ptr`: (began, left, polls) as the next one wants them.
+
+    They begin as (0, patience of that scope, 0), int64 but the last; when `left` is no more than 0,
+    it is over. Scope "gpu" is for words that wait for a peer's themselves: see `patience`.
+    """
+    polls += 1
+    if _INTERPRETED:
+        left -= pause(ptr, value, missing)
+    if polls == POLLS_A_LOOK:
+        polls = 0
+        began, left = _look(own_pad, value, timeout_ns, began, left, scope)
+    return began, left, polls
 
 
 @triton.jit
@@ -132,12 +150,7 @@ def _wait(own_pad, ptr, value, timeout_ns, scope: tl.constexpr):
     left = patience(timeout_ns, scope)
     began, polls = left - left, 0
     while (seen < value) & (left > 0):
-        polls += 1
-        if _INTERPRETED:
-            left -= pause(ptr, value)
-        if polls == POLLS_A_LOOK:
-            polls = 0
-            began, left = look(own_pad, value, timeout_ns, began, left, scope)
+        began, left, polls = still_waits(own_pad, ptr, value, timeout_ns, began, left, polls, scope)
         seen = _acquire(ptr, scope)
     return seen >= value
 
@@ -193,12 +206,9 @@ def wait_for_lanes(own_pad, words, peers, awaited, rank, value, timeout_ns, scop
     left = patience(timeout_ns, scope)
     began, polls = left - left, 0
     while (greatest(missing.to(tl.int32)) > 0) & (left > 0):
-        polls += 1
-        if _INTERPRETED:
-            left -= pause(words, value, missing)
-        if polls == POLLS_A_LOOK:
-            polls = 0
-            began, left = look(own_pad, value, timeout_ns, began, left, scope)
+        began, left, polls = still_waits(
+            own_pad, words, value, timeout_ns, began, left, polls, scope, missing
+        )
         missing &= _acquire(words, scope, missing) < value
     late = greatest(tl.where(missing, peers, -1))
     if late >= 0:

@@ -108,7 +108,7 @@ class Straight:
         begun = self.begun
         if begun is not None and (begun[0].retired or not begun[0].is_open):
             return _OTHERWISE
-        if not launches.are_apart(given):
+        if not launches.suit_kept_launches(given):
             return _OTHERWISE
         check_all()
         if self.agreed:

@@ -221,9 +221,9 @@ def _reduction(total: Layout, target: Layout, w: Layout) -> tuple[int, str]:
         return dim, "its ranks are not in the order of their group"
     count = stacked(w)
     if count != 1:
-        fused, apart = reduction_us(total, dim, wanted, count)
-        if fused > apart:
-            return dim, f"{count} of them are dearer, {fused:.3g} us against {apart:.3g}"
+        fused, unfused = reduction_us(total, dim, wanted, count)
+        if fused > unfused:
+            return dim, f"{count} of them are dearer, {fused:.3g} us against {unfused:.3g}"
     return dim, ""
 
 

@@ -72,9 +72,9 @@ class ChipPrices:
         self, op: FusedOp, M: int, N: int, K: int, dtype: torch.dtype, ranks: int
     ) -> float:
         moved = protocols.moved_bytes(op, M, N, K, dtype.itemsize)
-        apart = self.matmul_us(M, N, K, dtype)
-        apart += self.collective_us(protocols.COLLECTIVE_OF[op], moved, ranks)
+        unfused = self.matmul_us(M, N, K, dtype)
+        unfused += self.collective_us(protocols.COLLECTIVE_OF[op], moved, ranks)
         if ranks > self.hardware.ranks:
-            return apart
+            return unfused
         own = fused_times.fused_us(op, M, N, K, fused_times.dtype_name(dtype), self.hardware, ranks)
-        return min(own, apart)
+        return min(own, unfused)

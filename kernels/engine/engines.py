@@ -271,19 +271,19 @@ def _prices_in_two_levels(
     op, size = COLLECTIVE_OF.get(problem.op, "all_gather"), problem.dtype.itemsize
     matmul, sizes = _matmul_part(problem, rates), (problem.op, problem.M, problem.N, problem.K)
     if problem.op not in COLLECTIVE_OF:  # gathers keys and values
-        whole = apart = problem.moved_bytes * group.world_size // (group.world_size - 1)
+        whole = flat_bytes = problem.moved_bytes * group.world_size // (group.world_size - 1)
     elif op == "all_gather":
-        whole = apart = moved_bytes(*sizes, size)
+        whole = flat_bytes = moved_bytes(*sizes, size)
     else:
         wire = problem.wire_dtype.itemsize if problem.wire_dtype else size
-        whole, apart = moved_bytes(*sizes, wire), moved_bytes(*sizes, max(size, 4))
+        whole, flat_bytes = moved_bytes(*sizes, wire), moved_bytes(*sizes, max(size, 4))
     ours, flat = between_hosts.lines(op, group, device)
     between = Part("between hosts", ours.between * whole, f"{_mib(whole)}, each host's part once")
     inside = Part("inside hosts", ours.inside * whole, f"at {rates.copy / 1e3:.3g} GB/s")
     start = Part("signals", ours.start, f"{rates.between_us:.3g} us of them between hosts")
     us = max(matmul.us + inside.us, between.us) + start.us
-    flat_us = flat.us(apart)
-    how = f"{_mib(apart)}, received at {rates.wire / 1e3:.3g} GB/s"
+    flat_us = flat.us(flat_bytes)
+    how = f"{_mib(flat_bytes)}, received at {rates.wire / 1e3:.3g} GB/s"
     rule = "the longer of what is between hosts and inside, with the matmul, then the rest"
     return {
         "hosts": Price(us, ours.us(whole), (matmul, between, inside, start), rule),
@@ -328,12 +328,12 @@ def _on_gpus(
     kernel = Part("matmul", matmul.us / kernel_rates.GUESS, how)
     start = Part("signals", 2 * sync, f"2 of {sync:.3g} us")
     triton_us = max(kernel.us, moved.us) + start.us
-    apart = _by_process_group(problem, rates)
+    unfused = _by_process_group(problem, rates)
     rule = "the longer of matmul and transfers, then the rest"
     prices: dict[RunnableEngine, Price] = {
         "triton": Price(triton_us, triton_us, (kernel, moved, start), rule),
         "host": _by_copies(matmul, moved, W, sync),
-        "generic": replace(apart, score=apart.us),
+        "generic": replace(unfused, score=unfused.us),
     }
     if problem.host_refusal:
         del prices["host"]
@@ -361,13 +361,13 @@ def attention_prices(
         us = parts.us + moved.us + 4 * W * sync
         host = Price(us, us, (parts, moved, host.parts[-1]))
     gathered = Part("attention", times.gathered, f"{how} of {work.keys}, by the library")
-    apart = (gathered, *_by_process_group(problem, rates).parts[1:])
-    us = sum(part.us for part in apart)
+    unfused = (gathered, *_by_process_group(problem, rates).parts[1:])
+    us = sum(part.us for part in unfused)
     rule = "the longer of attention and transfers, then the rest"
     prices: dict[RunnableEngine, Price] = {
         "triton": Price(fused, fused, (kernel, moved, start), rule),
         "host": host,
-        "generic": Price(us, us, apart),
+        "generic": Price(us, us, unfused),
     }
     if problem.host_refusal:
         del prices["host"]
@@ -409,15 +409,15 @@ def _fused_matmul(
         Part("not hidden", made.us - max(made.matmul_us, made.link_us), made.way),
     )
     most = regrets(problem, chip, W, switch)
-    apart = unfused_parts(problem, chip, W, switch)
+    unfused = unfused_parts(problem, chip, W, switch)
     rule = "the longer of matmul and transfers, then the rest"
     prices: dict[RunnableEngine, Price] = {
         "triton": Price(made.us, most["triton"], parts, rule),
-        "generic": Price(sum(part.us for part in apart), most["generic"], apart),
+        "generic": Price(sum(part.us for part in unfused), most["generic"], unfused),
     }
     if not problem.host_refusal:
         moved = _transfers(rates, problem.moved_bytes)
-        prices["host"] = _by_copies(apart[0], moved, W, rates.sync_us)
+        prices["host"] = _by_copies(unfused[0], moved, W, rates.sync_us)
     return prices
 
 

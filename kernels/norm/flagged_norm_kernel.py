@@ -42,7 +42,7 @@ from weft.collectives.device import flagged, signals
 from weft.collectives.device.addresses import Constant
 from weft.collectives.device.device_math import fp8_bits, rounded
 from weft.collectives.device.failures import record_timeout
-from weft.collectives.device.waits import patience
+from weft.collectives.device.waits import patience, still_waits
 from weft.kernels.norm import team_rows
 
 _THREADS = Constant(flagged.THREADS)
@@ -159,7 +159,7 @@ def _load_shown(call, row, source, dtype: tl.constexpr, V: tl.constexpr):
         h, late = flagged.load_flagged(shown + tl.arange(0, 1), generation, dtype, PART)
         missing = flagged.greatest_of(late.to(tl.int32)) + flagged.greatest_of(later.to(tl.int32))
         if missing > 0:
-            began, left, polls = flagged.still_waits(
+            began, left, polls = still_waits(
                 own_pad, shown, generation, link.timeout_ns, began, left, polls, "gpu"
             )
     if missing > 0:
