@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -87,8 +87,9 @@ def _gather_into(
         _by_switch("all_gather", out, x, group, call, numels)
         return
     if way == "triton":
-        with _kernels("all_gather", group, call, x, nbytes) as (kernels, ws, config):
-            kernels.launch_all_gather(x, out, ws, numels, config)
+        for launch in _kernels("all_gather", group, call, x, nbytes):
+            with launch as (kernels, ws, config, window):
+                kernels.launch_all_gather(x, out, ws, numels, config, window)
         return
     starts = offsets(numels)
     first = starts[group.rank]
@@ -156,8 +157,11 @@ def _scatter_into(
         _by_switch("reduce_scatter", out, x, group, call, numels)
         return
     if way == "triton":
-        with _kernels("reduce_scatter", group, call, x, nbytes) as (kernels, ws, config):
-            kernels.launch_reduce(x, out, ws, numels, op, config)
+        own = numels[group.rank]
+        for launch in _kernels("reduce_scatter", group, call, x, nbytes):
+            with launch as (kernels, ws, config, window):
+                part = out.view(-1)[min(window[0], own) : window[1]]
+                kernels.launch_reduce(x, part, ws, numels, op, config, window)
         return
     _reduce_parts("reduce_scatter", out.view(-1), x, group, call, numels, op, passed_on=False)
 
@@ -250,8 +254,10 @@ def _all_reduce_into(
         _by_switch("all_reduce", out, x, group, call, _shares_by_switch(x, group))
         return
     if way == "triton":
-        with _kernels("all_reduce", group, call, x, nbytes) as (kernels, ws, config):
-            kernels.launch_reduce(x, out, ws, None, op, config)
+        for launch in _kernels("all_reduce", group, call, x, nbytes):
+            with launch as (kernels, ws, config, (start, stop)):
+                given, made = (each.view(-1)[start:stop] for each in (x, out))
+                kernels.launch_reduce(given, made, ws, None, op, config)
         return
     if nbytes > (_WINDOW_BYTES if group.world_size <= _ONE_SHOT_RANKS else _ONE_SHOT_BYTES):
         parts = chunk_sizes(x.numel(), group.world_size)
@@ -334,11 +340,17 @@ def _all_to_all_into(
         by_group(dist.all_to_all_single, group, x.is_cuda, *args)
         return
     if way == "triton":
-        with _kernels("all_to_all", group, call, x, nbytes) as (kernels, ws, config):
-            kernels.launch_exchange(
-                x, out, ws, [row * start for start in offsets(sends)], [row * n for n in sends],
-                [row * n for n in receives], widest, config,
-            )  # fmt: skip
+        moved = [[row * n for n in each] for each in (sends, receives)]
+        for launch in _kernels("all_to_all", group, call, x, nbytes):
+            with launch as (kernels, ws, config, window):
+                firsts, parts = zip(*(kernels.cut_to(window, each) for each in moved), strict=True)
+                at = [
+                    [*map(sum, zip(offsets(each), first, strict=True))]
+                    for each, first in zip(moved, firsts, strict=True)
+                ]
+                kernels.launch_exchange(
+                    x, out, ws, at[0], parts[0], parts[1], window[1] - window[0], config, at[1]
+                )
         return
     leave, arrive = offsets([n * row for n in sends]), offsets([n * row for n in receives])
     own, first, into = sends[group.rank] * row, leave[group.rank], arrive[group.rank]
@@ -484,7 +496,7 @@ def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 Moved = Collective | Literal["broadcast"]
 Way = Literal["triton", "switch", "host", "generic", "hosts"]
-_UNKNOWN_BYTES = 1 << 62  # too many for a kernel
+_UNKNOWN_BYTES = 1 << 62  # of shares that a GPU's host does not wait for
 
 
 def _way(
@@ -556,6 +568,8 @@ def _kernel_or_not(
     if asked:
         by_switch = reduces and switch and _switch_reaches(op, group, x, nbytes)
         return "switch" if by_switch else "triton", "asked for"
+    if nbytes == _UNKNOWN_BYTES:
+        return instead, "shares that only the other ranks know"
     config = kernels.collective_config(op, nbytes, group.world_size, on_gpus)
     fabric = fabric_of(group, x.device)
     way, _, why = kernels.quickest_way(op, nbytes, fabric, config, switch=switch)
@@ -564,18 +578,28 @@ def _kernel_or_not(
     return instead if way == "generic" else way, why
 
 
-@contextmanager
 def _kernels(
     op: str, group: Group, call: Call, x: torch.Tensor, nbytes: int
-) -> Iterator[tuple[Any, ...]]:
-    """The kernels, a workspace and a configuration for a call of `op`."""
+) -> Iterator[AbstractContextManager[tuple[Any, ...]]]:
+    """The launches of a call of `op`, to be made in turn: the kernels, a workspace, a configuration
+    and the window that one moves of each rank's piece.
+    """
     from weft.collectives.kernels import collective_launch as kernels
 
-    config = kernels.collective_config(op, nbytes, group.world_size, group.on_gpus(x.device))
-    room = kernels.workspace_bytes(nbytes, group.world_size, config)
+    W = group.world_size
+    config = kernels.collective_config(op, nbytes, W, group.on_gpus(x.device))
+    size = x.element_size()
+    windows = kernels.windows(nbytes // size, size, W, config) or [(0, 0)]
+    widest = max(stop - start for start, stop in windows) * size
+    room = kernels.workspace_bytes(widest, W, config)
     ws = workspace(group, room, channel="kernels", device=x.device)
-    with ws.call(op, call=call):
-        yield kernels, ws, config
+
+    @contextmanager
+    def launch(window: tuple[int, int]) -> Iterator[tuple[Any, ...]]:
+        with ws.call(op, call=call):
+            yield kernels, ws, config, window
+
+    return map(launch, windows)
 
 
 def _switch_may(op: Moved, x: torch.Tensor, reduce_op: ReduceOp | None) -> bool:

@@ -1,7 +1,8 @@
 """`weft tune --hardware`: launches of the fused matmuls by virtual time, for chips not at hand.
 
 Of the launches that a search would try, the few that closed forms take to be the quickest are
-played on virtual ranks, and the best is kept where it gains enough on every chip that is named.
+played on virtual ranks, and the best is kept where it gains enough on every chip that is named;
+else it is kept that none does.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def chip_of_all(machines: Sequence[Hardware]) -> Chip:
 def entries(
     specs: Sequence[Spec], ranks: int, machines: Sequence[Hardware], say: Callable[[str], None]
 ) -> Iterator[dict[str, Any]]:
-    """What a table says of the problems for which a launch is quicker on all `machines`."""
+    """What a table says of each problem: a launch that is quicker on all `machines`, or that the
+    heuristic's, to which an entry without a choice leaves it, was played to be the best.
+    """
     chip = chip_of_all(machines)
     for spec in specs:
         key, choices = ops.launches_of(spec.params, _DTYPE, ranks, chip)
@@ -62,11 +65,10 @@ def entries(
                 best, gain, us = choice, least, now
         told = ", ".join(f"{a:.1f} -> {b:.1f} us" for a, b in zip(before, us, strict=True))
         say(f"{spec.name}: {told if best.tiling else 'the heuristic'}")
-        if best.tiling:
-            found = tuning.entry_of(
-                key, tuning.Trial(best, us[0]), tuning.Trial(tuning.HEURISTIC, before[0])
-            )
-            yield found | {"modelled": [each.name for each in machines]}
+        found = tuning.entry_of(
+            key, tuning.Trial(best, us[0]), tuning.Trial(tuning.HEURISTIC, before[0])
+        )
+        yield found | {"modelled": [each.name for each in machines]}
 
 
 def _form_us(

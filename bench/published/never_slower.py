@@ -4,8 +4,9 @@ For every fused matmul, collective and ring attention, M = 1 ... 16384, four mod
 ranks and four chips: the time of what `auto` runs over that of the best of weft's engines and
 launches, and of a library's matmul and collective (NCCL, NVLS, torch's one and two shots, async-TP)
 or attention in zigzag order (behind a ring's sends, or after an all-gather), all by the closed
-forms of `weft.kernels.engine.fused_times` and `weft.collectives`. Nothing runs; half precision,
-each rank its share of a feed-forward layer, or of one causal sequence.
+forms of `weft.kernels.engine.fused_times` and `weft.collectives`. Other tiles are left out where a
+shipped table has what was played of the likeliest ones. Nothing runs; half precision, each rank its
+share of a feed-forward layer, or of one causal sequence.
 
 Sums are compared twice: as `auto` makes them, each term in 24 bits or more and added up in rank
 order, with what makes them so; and as a caller gets them who asks for less, with wire_dtype=
@@ -155,10 +156,14 @@ def fused(
     if asked or not sums:
         unfused = library.unfused_us(op, M, N, K, "bfloat16", hardware, W)
         us |= {f"library, {way}": each for way, each in unfused.items()}
+    chip = known(hardware.chip)
+    key = tuning.key_of(op, M, N, 0 if sums else K, _DTYPE, W)
+    played = key in tuning.load(str(tuning.OWN_FOLDER), hardware.chip)
+    launched = fused_times.launched_way(op, chip, M, N, K, _DTYPE, W)
     for way in fused_times.ways(op, W):
         made = fused_times.fused_time(op, M, N, K, "bfloat16", hardware, W, way, wire=wire)
         us[way] = made.us
-        for tiling in _tiles(hardware.chip):
+        for tiling in _tiles(hardware.chip) if way != launched or not played else ():
             name = f"{way}, {tiling.block_m}x{tiling.block_n}"
             made = fused_times.fused_time(
                 op, M, N, K, "bfloat16", hardware, W, way, tiling, wire=wire

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -15,7 +16,7 @@ from weft.collectives.device.launches import launching, layouts_of
 from weft.collectives.kernels.kernel_collectives import exchange_kernel, reduce_kernel
 from weft.collectives.kernels.pieces import Pieces
 from weft.collectives.memory.workspace import Workspace, check_room, link_of
-from weft.collectives.protocols import Collective, Fabric, kernel_us, nccl_us, switch_us
+from weft.collectives.protocols import KERNEL_US, Collective, Fabric, kernel_us, nccl_us, switch_us
 from weft.collectives.ranks.chunks import offsets
 
 REDUCED = (
@@ -99,19 +100,35 @@ def quickest_way(
     W = fabric.ranks
     whole = nbytes if op == "all_reduce" else nbytes * W
     us: dict[Kind, float] = {}
-    room = workspace_bytes(nbytes, W, config)
-    if room <= _MOST_ROOM:
-        us["triton"] = kernel_us(op, whole, fabric, two_shot=config.two_shot)
+    launches = max(1, len(windows(nbytes, 1, W, config)))
+    us["triton"] = kernel_us(op, whole, fabric, two_shot=config.two_shot)
+    us["triton"] += (launches - 1) * KERNEL_US
     if switch and fabric.multicast and op != "all_to_all" and whole <= _MOST_ROOM // 2:
         us["switch"] = switch_us(op, whole, fabric, in_graph=True)
-    if W > 1 or not us:
+    if W > 1:
         us["generic"] = nccl_us(op, whole, fabric)
     best = min(us, key=lambda kind: us[kind])
     names = {"triton": "by a kernel", "switch": "by the switch", "generic": "by NCCL"}
     told = ", ".join(f"{us[kind]:.3g} us {names[kind]}" for kind in us)
-    if room > _MOST_ROOM:
-        told += f"; a kernel would need {room} bytes of workspace, more than {_MOST_ROOM}"
+    if launches > 1:
+        told += f"; a kernel is launched {launches} times, for {_MOST_ROOM} bytes of workspace"
     return best, us[best], f"predicted {told}"
+
+
+def windows(
+    widest: int, itemsize: int, world_size: int, config: CollectiveConfig
+) -> list[tuple[int, int]]:
+    """Equal parts of each rank's piece, that one launch after another moves: as few as fit into
+    what a half of the workspace has at most. Of no elements none.
+
+    Args:
+        widest: elements of the largest piece in one shot.
+    """
+    slots = 2 if config.two_shot else world_size
+    most = max(1, (_MOST_ROOM // slots - 2 * world_size * _SLOT_ALIGN) // itemsize)
+    count = -(-widest // most)
+    edges = [widest * i // count // _SLOT_ALIGN * _SLOT_ALIGN for i in range(count)] + [widest]
+    return list(pairwise(edges)) if widest else []
 
 
 def piece_room(nbytes: int) -> int:
@@ -151,6 +168,7 @@ def launch_exchange(
     receives: Sequence[int],
     widest: int,
     config: CollectiveConfig,
+    receive_at: Sequence[int] | None = None,
 ) -> None:
     """Enqueue: piece p of `x` goes to rank p, the pieces received lie in `out` in rank order.
 
@@ -160,15 +178,16 @@ def launch_exchange(
         receives: size of each rank's piece for this one.
         widest: size of the largest piece of all ranks.
         config: the same on all ranks.
+        receive_at: where each rank's piece begins in out; None: one behind the other.
     """
+    into = offsets(receives) if receive_at is None else receive_at
 
     def launched() -> tuple[torch.Tensor, ...]:
         size = x.element_size()
         needed = workspace_bytes(widest * size, ws.world_size, config)
         check_room(ws, needed, "workspace_bytes(bytes of the largest piece, world_size, config)")
-        receive_at = offsets(receives)
         # Bytes are copied in the widest words that divide every piece, to 16 bytes at a time.
-        counts = [*send_at, *sends, *receive_at, *receives]
+        counts = [*send_at, *sends, *into, *receives]
         counts += [int(x.storage_offset()), int(out.storage_offset())]  # for the views as words
         align = alignment(size, [x.data_ptr(), out.data_ptr()], counts)
         word = min(align, 8)
@@ -180,7 +199,7 @@ def launch_exchange(
             as_words(out, word),
             as_words(x, word),
             Pieces(words(send_at), words(sends)),
-            Pieces(words(receive_at), words(receives)),
+            Pieces(words(into), words(receives)),
             link_of(ws),
             piece_room(widest * size) // word,
             ws.rank,
@@ -193,7 +212,7 @@ def launch_exchange(
         return ()
 
     operands = _apart(x, out)
-    sizes = *send_at, *sends, *receives, widest
+    sizes = *send_at, *sends, *into, *receives, widest
     ws.repeat(("exchange", sizes, config, layouts_of(operands)), operands, launched)
 
 
@@ -208,10 +227,27 @@ def launch_all_gather(
     ws: Workspace,
     sizes: Sequence[int],
     config: CollectiveConfig,
+    window: tuple[int, int] | None = None,
 ) -> None:
-    """Enqueue: out = every rank's x, of sizes[rank] elements, in rank order."""
-    W, own = ws.world_size, sizes[ws.rank]
-    launch_exchange(x, out, ws, [0] * W, [own] * W, sizes, max(sizes), config)
+    """Enqueue: out = every rank's x, of sizes[rank] elements, in rank order; of each only those in
+    `window`, if given, which is the same on all ranks.
+    """
+    W, starts = ws.world_size, offsets(sizes)
+    first, parts = cut_to(window or (0, max(sizes)), sizes)
+    sent, mine = [first[ws.rank]] * W, [parts[ws.rank]] * W
+    at = [start + skipped for start, skipped in zip(starts, first, strict=True)]
+    launch_exchange(x, out, ws, sent, mine, parts, max(parts), config, at)
+
+
+def cut_to(window: tuple[int, int], sizes: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Where a window of pieces of these sizes begins in each, and what of each is in it.
+
+    Example:
+        (4, 8) of pieces of 10, 5 and 2: from 4, 4 and 2, 4, 1 and 0 elements.
+    """
+    start, stop = window
+    first = [min(start, size) for size in sizes]
+    return first, [min(stop, size) - at for size, at in zip(sizes, first, strict=True)]
 
 
 def launch_reduce(
@@ -221,6 +257,7 @@ def launch_reduce(
     sizes: Sequence[int] | None,
     op: str,
     config: CollectiveConfig,
+    window: tuple[int, int] | None = None,
 ) -> None:
     """Enqueue out = x reduced over the ranks by `op`: this rank's piece, or all without `sizes`.
 
@@ -229,13 +266,16 @@ def launch_reduce(
         out: contiguous; without `sizes` it may be x.
         sizes: elements of x that each rank gets, in rank order.
         config: the same on all ranks; `two_shot` needs `sizes` to be None.
+        window: of every piece only these elements, which are all of `out`; the same on all ranks.
     """
 
     def launched() -> tuple[torch.Tensor, ...]:
         W, itemsize = ws.world_size, x.element_size()
         count = x.numel()
         if sizes is not None:
-            shares, starts, widest = tuple(sizes), tuple(offsets(sizes)), max(sizes)
+            first, parts = cut_to(window or (0, max(sizes)), sizes)
+            at = zip(offsets(sizes), first, strict=True)
+            shares, starts, widest = tuple(parts), tuple(map(sum, at)), max(parts)
         elif config.two_shot:
             vector = max(1, 16 // itemsize)
             share = -(-count // (W * vector)) * vector
@@ -268,4 +308,4 @@ def launch_reduce(
 
     operands = _apart(x, out)
     cut = None if sizes is None else (*sizes,)
-    ws.repeat((op, cut, config, layouts_of(operands)), operands, launched)
+    ws.repeat((op, cut, window, config, layouts_of(operands)), operands, launched)

@@ -117,7 +117,7 @@ def fused_time(
     """
     chip = _chip(hardware)
     of = _torch(dtype)
-    way = way or _way_of(op, chip, M, N, K, of, ranks)
+    way = way or launched_way(op, chip, M, N, K, of, ranks)
     if tiling is None:
         tiling = _tiling_of(op, way, chip, M, N, K, of, ranks)
     rows, columns, wave = tiling.block_m, tiling.block_n, hardware.cores
@@ -220,8 +220,10 @@ def ways(op: str, ranks: int) -> tuple[str, ...]:
     return ("one shot",) if ranks <= 2 else ("one shot", "two shots")
 
 
-def _way_of(op: str, chip: Chip, M: int, N: int, K: int, dtype: torch.dtype, ranks: int) -> str:
-    """That of the launch."""
+def launched_way(
+    op: str, chip: Chip, M: int, N: int, K: int, dtype: torch.dtype, ranks: int
+) -> str:
+    """In which the launch moves its data."""
     small, large = (*ways(op, ranks), "")[:2]
     if op == "all_gather_matmul":
         return large if gathers_by_copy_engines(M, K, dtype, ranks) else small
@@ -233,7 +235,7 @@ def _way_of(op: str, chip: Chip, M: int, N: int, K: int, dtype: torch.dtype, ran
 def _tiling_of(
     op: str, way: str, chip: Chip, M: int, N: int, K: int, dtype: torch.dtype, ranks: int
 ) -> Tiling:
-    if way == _way_of(op, chip, M, N, K, dtype, ranks):
+    if way == launched_way(op, chip, M, N, K, dtype, ranks):
         return kernel_rates.tiling_of(op, chip, M, N, K, dtype, ranks)
     if way == "chunks":
         return chunk_tiling_for(chip, -(-M // ranks), N, dtype, ranks)

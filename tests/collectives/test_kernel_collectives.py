@@ -188,9 +188,7 @@ def test_the_choice_is_one_for_all_and_by_size() -> None:
 
 @pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
 @pytest.mark.parametrize(("chip", "W"), [("h100", 2), ("h100", 8), ("b200", 8), ("mi300x", 4)])
-def test_kernels_are_chosen_by_price_where_there_is_room(
-    op: protocols.Collective, chip: str, W: int
-) -> None:
+def test_kernels_are_chosen_by_price(op: protocols.Collective, chip: str, W: int) -> None:
     fabric = named(chip).fabric(W)
     taken = []
     for shift in range(10, 32):
@@ -198,18 +196,42 @@ def test_kernels_are_chosen_by_price_where_there_is_room(
         config = collective_launch.collective_config(op, nbytes, W, on_gpus=True)
         way, took, _ = collective_launch.quickest_way(op, nbytes, fabric, config, switch=False)
         taken.append(way == "triton")
-        if collective_launch.workspace_bytes(nbytes, W, config) > 128 << 20:
-            assert not taken[-1]
-            continue
         whole = nbytes if op == "all_reduce" else nbytes * W
         us = protocols.one_shot_us(nbytes, fabric, in_graph=True)
         if config.two_shot:
             us = protocols.two_shot_us(nbytes, fabric, in_graph=True)
+        parts = collective_launch.windows(nbytes, 1, W, config)
+        most = max(stop - start for start, stop in parts)
+        assert collective_launch.workspace_bytes(most, W, config) <= 128 << 20
+        assert parts[0][0] == 0 and parts[-1][1] == nbytes
+        us += (len(parts) - 1) * protocols.KERNEL_US
         library = protocols.nccl_us(op, whole, fabric)
         assert taken[-1] == (us <= library) and took == min(us, library)
     assert taken == sorted(taken, reverse=True)
     assert taken[0]
-    assert not taken[-1]
+
+
+@pytest.mark.ranks(2, 3)
+def test_large_ones_go_in_windows() -> None:
+    """Which need no more workspace; pieces end inside of windows, or before they begin."""
+    rank, W = dist.get_rank(), dist.get_world_size()
+    sizes = [700, 130, 0][:W]
+    every = [values(r, sum(sizes), torch.float32, r) for r in range(W)]
+    sends = [[(150 * r + 430 * p) % 700 for p in range(W)] for r in range(W)]
+    parts = [values(r, sum(sends[r]), torch.float32, r) for r in range(W)]
+    with mock.patch.object(collective_launch, "_MOST_ROOM", 6 << 10), weft.engine("triton"):
+        config = collective_launch.collective_config("all_gather", 2800, W, on_gpus=False)
+        assert len(collective_launch.windows(700, 4, W, config)) == W
+        for _ in range(2):
+            got = collectives.all_gather(every[rank][: sizes[rank]], sizes=sizes)
+            assert torch.equal(got, torch.cat([x[:n] for x, n in zip(every, sizes, strict=True)]))
+            assert torch.equal(collectives.all_reduce(every[rank]), reduced(every, "sum"))
+            got = collectives.reduce_scatter(every[rank], sizes=sizes)
+            assert torch.equal(got, reduced(every, "sum").split(sizes)[rank])
+            receives = [sends[r][rank] for r in range(W)]
+            got = collectives.all_to_all(parts[rank], receives, sends[rank])
+            want = [x.split(n)[rank] for x, n in zip(parts, sends, strict=True)]
+            assert torch.equal(got, torch.cat(want))
 
 
 def test_the_switch_is_offered_where_it_may_add_up() -> None:

@@ -108,9 +108,11 @@ def test_the_tables_that_ship() -> None:
         modelled = path.name.endswith(".modelled.json")
         assert known(found["chip"]).name == path.name.partition(".")[0]
         for each in found["entries"]:
-            assert ("modelled" in each) == modelled and each["us"] < each["heuristic_us"]
-    assert (tuning.OWN_FOLDER / "sm_90.modelled.json").exists()
-    assert len(tuning.load("", "sm_90")) > 0
+            assert ("modelled" in each) == modelled
+            assert each["us"] < each["heuristic_us"] or not each["choice"]
+    for name in ("sm_90", "sm_100", "gfx942"):  # of the presets
+        assert tuning.path_of(tuning.OWN_FOLDER, name, modelled=True).exists()
+        assert len(tuning.load("", name)) > 0
 
 
 def test_the_way_of_a_launch_goes_by_size() -> None:
