@@ -110,6 +110,9 @@ class Straight:
             return _OTHERWISE
         if not launches.are_apart(given):
             return _OTHERWISE
+        in_graph = self.launched.in_graph
+        if in_graph is not None and in_graph != launches.is_captured(self.launched.device):
+            return _OTHERWISE
         check_all()
         if self.agreed:
             learned = []

@@ -109,6 +109,7 @@ def _publish_kernel(
     COPY_N: tl.constexpr,
     SCALES: tl.constexpr,  # of a row
     QUANTIZE: tl.constexpr = False,  # to fp8, with a scale for each row
+    BY_ENGINES: tl.constexpr = 0,  # chunks, a power of 2, in which copy engines fetch a shard
 ) -> None:
     """Copy x into the own half of the next generation and tell every peer. Grid: any.
 
@@ -135,8 +136,19 @@ def _publish_kernel(
         scales = x_scales.ptr + first * SCALES * x_scales.stride
         copy_block(shown, scales, count * SCALES, 1, 1, x_scales.stride, 0, COPY_M, 1)
     if signals.is_last_program(link.signal_ptrs, rank, programs):
+        if BY_ENGINES > 0:
+            chunks = tl.arange(0, BY_ENGINES)
+            for peer in range(WORLD_SIZE):
+                slots = signals.slot_ptr(link.signal_ptrs, rank, WORLD_SIZE, 1, peer, chunks)
+                signals.mark_local(slots, announced_by_engine(generation) - 1)
         signals.set_generation(link.signal_ptrs, rank, generation)
         signals.signal_peers(link.signal_ptrs, rank, WORLD_SIZE, 0, 0, generation)
+
+
+@triton.jit
+def announced_by_engine(generation):
+    """What the word of a chunk holds once a copy engine has fetched it: see `copy_engines`."""
+    return (generation.to(tl.int64) << 32) + 1
 
 
 @triton.jit
@@ -235,11 +247,15 @@ def _word(chunk, part, PARTS: tl.constexpr):
 def wait_for_rows_of(shards, peer, low, high, part, FETCH: tl.constexpr):
     """Wait until `part` of rows low..high-1 of `peer`'s shard is there. False on a time-out."""
     PARTS: tl.constexpr = FETCH.parts
+    PROGRAMS: tl.constexpr = FETCH.programs
     link, chunk_rows = shards.link, shards.chunk_rows
     first, last = low // chunk_rows, (high - 1) // chunk_rows
+    announced = shards.generation
+    if PROGRAMS == 0:
+        announced = announced_by_engine(announced)
     return signals.wait_for_own(
         link.signal_ptrs, shards.rank, FETCH.world_size, 1, peer, _word(first, part, PARTS),
-        _word(last, part, PARTS), shards.generation, link.timeout_ns, 1,
+        _word(last, part, PARTS), announced, link.timeout_ns, 1,
     )  # fmt: skip
 
 
@@ -270,22 +286,26 @@ def publish(
     scales_at: int = 0,
     scales_a_row: int = 1,
     quantize: bool = False,
+    chunks_by_engines: int = 0,
 ) -> None:
     """Enqueue the start of the next call on `ws`: publish x (rows, columns) to all peers.
 
     `x_scales` may have several numbers for each row, in turn. `quantize`: in fp8, with scales that
-    are found here.
+    are found here. `chunks_by_engines`: a power of 2, into how many at most copy engines cut a
+    shard; it lies in the first half then.
 
     Raises:
         ValueError: `ws` is too small.
     """
     needed = workspace_bytes(x.shape[0], pitch, FP8 if quantize else x.dtype)
     check_room(ws, needed, "workspace_bytes of the largest shard")
-    blocks = -(-max(x.shape[0], 1) // copy_m)
+    blocks, link = -(-max(x.shape[0], 1) // copy_m), link_of(ws)
+    if chunks_by_engines:
+        link = link._replace(half_bytes=0)
     launching(_publish_kernel, min(programs, blocks))(
         matrix(x),
         x_scales,
-        link_of(ws),
+        link,
         *x.shape,
         pitch,
         scales_at,
@@ -295,5 +315,6 @@ def publish(
         COPY_N=copy_n,
         SCALES=scales_a_row,
         QUANTIZE=quantize,
+        BY_ENGINES=chunks_by_engines,
         num_warps=8,
     )
