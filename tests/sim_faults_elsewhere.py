@@ -29,7 +29,6 @@ from weft.collectives import movement
 from weft.collectives.device import flagged
 from weft.collectives.kernels import kernel_collectives, multimem, pieces, pull
 from weft.collectives.memory import direct
-from weft.kernels.device import gathers
 from weft.kernels.expert_kernels import (
     combine_kernel,
     dispatch_kernel,
@@ -703,13 +702,6 @@ IN_COPY_ENGINES = [
         copy_engines,
         "WORLD_SIZE, 0, 1, generation, link.timeout_ns",
         "WORLD_SIZE, 0, 1, generation - 1, link.timeout_ns",
-        ENGINES,
-    ),
-    fault(
-        "words of copy engines keep what the last call announced",
-        gathers,
-        "if PROGRAMS == 0:",
-        "if False:",
         ENGINES,
     ),
 ]
