@@ -676,8 +676,8 @@ IN_COPY_ENGINES = [
     fault(
         "a copied chunk is not announced",
         copy_engines,
-        "signals.signal_local(slot, gathers.announced_by_engine(generation))",
-        "signals.signal_local(slot, gathers.announced_by_engine(generation) - 1)",
+        "signals.signal_local(slot, copied_by_engine(generation))",
+        "signals.signal_local(slot, copied_by_engine(generation) - 1)",
         ENGINES,
         DEADLOCK,
     ),
@@ -692,8 +692,8 @@ IN_COPY_ENGINES = [
     fault(
         "a copied chunk is announced as one of the last call",
         copy_engines,
-        "gathers.announced_by_engine(generation))",
-        "gathers.announced_by_engine(generation - 1))",
+        "copied_by_engine(generation))",
+        "copied_by_engine(generation - 1))",
         ENGINES,
         DEADLOCK,
     ),

@@ -46,7 +46,7 @@ from weft.collectives.device.launches import launching
 from weft.collectives.memory.workspace import Workspace, check_room, link_of
 from weft.collectives.ranks.pad import MAX_PROGRAMS
 from weft.kernels.device import splits
-from weft.kernels.device.copies import copy_block, quantize_block
+from weft.kernels.device.copies import copied_by_engine, copy_block, expect_engines, quantize_block
 from weft.kernels.device.operands import NO_SCALES, Scales, matrix
 from weft.kernels.engine.fp8 import FP8
 
@@ -137,18 +137,9 @@ def _publish_kernel(
         copy_block(shown, scales, count * SCALES, 1, 1, x_scales.stride, 0, COPY_M, 1)
     if signals.is_last_program(link.signal_ptrs, rank, programs):
         if BY_ENGINES > 0:
-            chunks = tl.arange(0, BY_ENGINES)
-            for peer in range(WORLD_SIZE):
-                slots = signals.slot_ptr(link.signal_ptrs, rank, WORLD_SIZE, 1, peer, chunks)
-                signals.mark_local(slots, announced_by_engine(generation) - 1)
+            expect_engines(link.signal_ptrs, rank, generation, WORLD_SIZE, BY_ENGINES)
         signals.set_generation(link.signal_ptrs, rank, generation)
         signals.signal_peers(link.signal_ptrs, rank, WORLD_SIZE, 0, 0, generation)
-
-
-@triton.jit
-def announced_by_engine(generation):
-    """What the word of a chunk holds once a copy engine has fetched it: see `copy_engines`."""
-    return (generation.to(tl.int64) << 32) + 1
 
 
 @triton.jit
@@ -252,7 +243,7 @@ def wait_for_rows_of(shards, peer, low, high, part, FETCH: tl.constexpr):
     first, last = low // chunk_rows, (high - 1) // chunk_rows
     announced = shards.generation
     if PROGRAMS == 0:
-        announced = announced_by_engine(announced)
+        announced = copied_by_engine(announced)
     return signals.wait_for_own(
         link.signal_ptrs, shards.rank, FETCH.world_size, 1, peer, _word(first, part, PARTS),
         _word(last, part, PARTS), announced, link.timeout_ns, 1,
@@ -303,18 +294,7 @@ def publish(
     if chunks_by_engines:
         link = link._replace(half_bytes=0)
     launching(_publish_kernel, min(programs, blocks))(
-        matrix(x),
-        x_scales,
-        link,
-        *x.shape,
-        pitch,
-        scales_at,
-        ws.rank,
-        WORLD_SIZE=ws.world_size,
-        COPY_M=copy_m,
-        COPY_N=copy_n,
-        SCALES=scales_a_row,
-        QUANTIZE=quantize,
-        BY_ENGINES=chunks_by_engines,
-        num_warps=8,
-    )
+        matrix(x), x_scales, link, *x.shape, pitch, scales_at, ws.rank, WORLD_SIZE=ws.world_size,
+        COPY_M=copy_m, COPY_N=copy_n, SCALES=scales_a_row, QUANTIZE=quantize,
+        BY_ENGINES=chunks_by_engines, num_warps=8,
+    )  # fmt: skip

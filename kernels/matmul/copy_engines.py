@@ -51,6 +51,7 @@ from weft.collectives.device.launches import doing, launch_kept, launching
 from weft.collectives.memory.workspace import Workspace, check_room, link_of
 from weft.collectives.ranks import pad
 from weft.kernels.device import gathers
+from weft.kernels.device.copies import copied_by_engine
 from weft.kernels.device.operands import scales_of
 from weft.kernels.engine.shards import SideStreams, is_eager
 
@@ -85,7 +86,7 @@ def _announce_kernel(link, rank, peer, chunk, WORLD_SIZE: tl.constexpr) -> None:
     """Tell the consumer that `chunk` of `peer`'s shard is here. Grid: 1."""
     generation = signals.last_generation(link.signal_ptrs, rank)
     slot = signals.slot_ptr(link.signal_ptrs, rank, WORLD_SIZE, 1, peer, chunk)
-    signals.signal_local(slot, gathers.announced_by_engine(generation))
+    signals.signal_local(slot, copied_by_engine(generation))
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -190,9 +191,8 @@ class Fetching:
         check_room(ws, needed, "workspace_bytes of the largest shard")
         self._ws, self._scales_at = ws, scales_at
         self._kept: dict[Hashable, Callable[[], object]] | None = None
-        self._words = ws.buffer.pad_of(ws.rank).view(
-            torch.uint32
-        )  # the lower half of each word comes first
+        # Of 32 bits, the lower half of each word of the pad first; None: cannot be written so.
+        self._words: torch.Tensor | None = ws.buffer.pad_of(ws.rank).view(torch.uint32)
         streams, self._parts, self._own = _copies(ws.rank, sizes, chunk_rows, eager)
         chunks = -(-max(sizes) // chunk_rows)
         self._chunks = 1 << max(0, chunks - 1).bit_length()
@@ -240,7 +240,7 @@ class Fetching:
         self._beside = beside = SideStreams(ws.group, device)
         parts = gathered.split(self._parts)
         parts_of_scales = () if scales is None else scales.split(self._parts)
-        words = self._words if writes_in_stream(device) else None
+        by_stream = writes_in_stream(device)
         for number, copies in enumerate(self._streams):
             if not copies and (number > 0 or own is None):
                 continue
@@ -251,13 +251,22 @@ class Fetching:
                     if shown is not None:
                         parts_of_scales[part].copy_(shown)
                     parts[part].copy_(rows)
-                    if words is not None:
-                        stream_write(words, 2 * word, 1)
-                    else:
+                    if not (by_stream and self._wrote(word)):
                         args = link, ws.rank, peer, chunk
                         launch_kept(kept, _announce_kernel, args, **constants)
                 if number == 0 and own is not None:
                     parts[self._own].copy_(own)
+
+    def _wrote(self, word: int) -> bool:
+        """Announce by the stream. False where the driver cannot write to such memory."""
+        if self._words is None:
+            return False
+        try:
+            stream_write(self._words, 2 * word, 1)
+        except RuntimeError:
+            self._words = None
+            return False
+        return True
 
     def finish(self, results: Sequence[torch.Tensor]) -> None:
         """Enqueue the end of the call, for which the current stream waits for the others.
