@@ -119,11 +119,6 @@ def _is_compiled(launched: Any) -> bool:
     return isinstance(launched, CompiledKernel)
 
 
-def is_captured(device: torch.device) -> bool:
-    """Whether what is enqueued now on `device` is captured in a graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 def temporary(x: torch.Tensor) -> torch.Tensor:
     """x, which a call has made for its kernels and does not return: repeated calls make another."""
     if under_way.recorder is not None:

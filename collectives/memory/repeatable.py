@@ -111,7 +111,7 @@ class Straight:
         if not launches.are_apart(given):
             return _OTHERWISE
         in_graph = self.launched.in_graph
-        if in_graph is not None and in_graph != launches.is_captured(self.launched.device):
+        if in_graph is not None and in_graph != torch.cuda.is_current_stream_capturing():
             return _OTHERWISE
         check_all()
         if self.agreed:
