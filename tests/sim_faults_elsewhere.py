@@ -663,22 +663,22 @@ IN_COPY_ENGINES = [
     fault(
         "copy engines do not wait for the owner",
         copy_engines,
-        "    if next_peer != rank:",
-        "    if next_peer < 0:",
+        "range(first, last + 1, stride)",
+        "range(first, first, stride)",
         ENGINES,
     ),
     fault(
         "copy engines wait for the last call",
         copy_engines,
-        "next_peer, generation, link.timeout_ns",
-        "next_peer, generation - 1, link.timeout_ns",
+        "peer, 0, generation, link.timeout_ns",
+        "peer, 0, generation - 1, link.timeout_ns",
         ENGINES,
     ),
     fault(
         "a copied chunk is not announced",
         copy_engines,
-        "    if (peer != rank) & ",
-        "    if (peer < 0) & ",
+        "signals.signal_local(slot, copied_by_engine(generation))",
+        "signals.signal_local(slot, copied_by_engine(generation) - 1)",
         ENGINES,
         DEADLOCK,
     ),
@@ -693,10 +693,17 @@ IN_COPY_ENGINES = [
     fault(
         "a copied chunk is announced as one of the last call",
         copy_engines,
-        "signals.signal_local(slot, generation)",
-        "signals.signal_local(slot, generation - 1)",
+        "copied_by_engine(generation))",
+        "copied_by_engine(generation - 1))",
         ENGINES,
         DEADLOCK,
+    ),
+    fault(
+        "a call by copy engines ends before all have copied",
+        copy_engines,
+        "WORLD_SIZE, 0, 1, generation, link.timeout_ns",
+        "WORLD_SIZE, 0, 1, generation - 1, link.timeout_ns",
+        ENGINES,
     ),
 ]
 

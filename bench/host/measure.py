@@ -33,7 +33,8 @@ from weft.collectives.memory import exchange
 from weft.collectives.memory.waiter import Waiter
 from weft.collectives.ranks import pad
 from weft.kernels.attention import decode
-from weft.kernels.matmul import all_gather_launch
+from weft.kernels.engine import shards
+from weft.kernels.matmul import all_gather_launch, copy_engines
 from weft.sim.run import solo
 
 WORLD_SIZE, RANK = 8, 1
@@ -47,7 +48,8 @@ class Enqueued:
 
     Attributes:
         total: all of it.
-        launching: what Triton's launcher takes, once it has all arguments, in so many launches.
+        launching: what Triton's launcher takes, once it has all arguments, and torch to enqueue
+            copies and words of a stream: so many.
         peer: what torch.distributed takes for the same collective, through a process group that
             does nothing, or its autograd for a gradient that nobody computes; None where there is
             no one such.
@@ -70,23 +72,29 @@ class Enqueued:
 
 
 class _Launches:
-    """What Triton's launcher takes inside `watched`."""
+    """What Triton's launcher takes inside `watched`, and torch for copies and words of streams."""
 
     def __init__(self) -> None:
         self.us, self.count = 0.0, 0
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        launch = CudaLauncher.__call__
+        with (
+            patch.object(CudaLauncher, "__call__", self._timed(CudaLauncher.__call__)),
+            patch.object(torch.Tensor, "copy_", self._timed(_copied)),
+            patch.object(copy_engines, "stream_write", self._timed(_written)),
+        ):
+            yield
 
-        def timed(launcher: Any, *args: Any) -> None:
+    def _timed(self, enqueue: _Call) -> _Call:
+        def timed(*args: Any) -> Any:
             start = time.thread_time()
-            launch(launcher, *args)
+            result = enqueue(*args)
             self.us += (time.thread_time() - start) * 1e6
             self.count += 1
+            return result
 
-        with patch.object(CudaLauncher, "__call__", timed):
-            yield
+        return timed
 
 
 def median_us(call: _Call, rounds: int, calls: int = 20) -> float:
@@ -152,7 +160,10 @@ def prepared(params: dict[str, Any]) -> Iterator[Callable[[int], Any]]:
             stack.enter_context(patch.object(signals, "interpreter_ready", lambda: (True, "")))
             stack.enter_context(patch.object(torch.Tensor, "copy_", _copied))
             stack.enter_context(patch.object(decode, "host_reads", lambda lengths: False))
-            stack.enter_context(patch.object(all_gather_launch, "is_eager", lambda device: True))
+            for module in (all_gather_launch, shards):
+                stack.enter_context(patch.object(module, "is_eager", lambda device: True))
+            stack.enter_context(patch.object(copy_engines, "writes_in_stream", lambda device: True))
+            stack.enter_context(patch.object(copy_engines, "stream_write", _written))
             stack.enter_context(
                 patch.object(exchange, "_VirtualStreamExchange", exchange.StreamExchange)
             )
@@ -181,6 +192,11 @@ def _copied(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     """`into`, where a copy was enqueued that moves nothing."""
     _copy(_NOTHING, _NOTHING)
     return into
+
+
+def _written(words: torch.Tensor, at: int, value: int) -> None:
+    """A word was enqueued that is written nowhere."""
+    _NOTHING.fill_(value)
 
 
 def launch_us(rounds: int) -> float:

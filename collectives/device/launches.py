@@ -40,6 +40,7 @@ class _UnderWay(threading.local):
     recorder: _Recorder | None = None
     watched: Any = None  # a call that `weft.collectives.memory.repeatable` watches
     agreed: tuple[Any, ...] = ()  # what one that could not be repeated has learned
+    doing = False  # whether what runs is a step that a repeated call makes as well
 
 
 under_way = _UnderWay()
@@ -57,6 +58,37 @@ def launching(kernel: Any, programs: int) -> Callable[..., Any]:
         recorder.note(kernel, run(*args, **options), programs, args, options)
 
     return noted
+
+
+def doing(step: Callable[..., object], *args: Any, in_graph: bool | None = None) -> None:
+    """step(*args), between launches: copies and the like, which a repeated call makes again.
+
+    Args:
+        args: as those of launches, or None.
+        in_graph: whether it is right in a graph that is captured alone, or eagerly alone.
+    """
+    recorder, under_way.recorder = under_way.recorder, None
+    try:
+        _Step(step)(args)
+    finally:
+        under_way.recorder = recorder
+    if recorder is not None:
+        recorder.steps.append((_Step(step), args))
+        recorder.in_graph = recorder.in_graph if in_graph is None else in_graph
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step, which `OnlyLooks` passes."""
+
+    step: Callable[..., object]
+
+    def __call__(self, arguments: tuple[Any, ...]) -> None:
+        under_way.doing = True
+        try:
+            self.step(*arguments)
+        finally:
+            under_way.doing = False
 
 
 def launch_kept(
@@ -133,7 +165,7 @@ class OnlyLooks(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.refused |= func.overloadpacket.__name__ not in LOOKS
+        self.refused |= not under_way.doing and func.overloadpacket.__name__ not in LOOKS
         return func(*args, **kwargs or {})
 
 
@@ -141,7 +173,8 @@ class OnlyLooks(TorchDispatchMode):
 class _Recorder(OnlyLooks):
     """What a call launches, and whether it does anything else."""
 
-    launches: list[tuple[Any, int, list[Any]]] = field(default_factory=list)
+    steps: list[tuple[_Launch, Sequence[Any]]] = field(default_factory=list)
+    in_graph: bool | None = None
     temporaries: list[torch.Tensor] = field(default_factory=list)
     lasting: set[int] = field(default_factory=set)
 
@@ -156,7 +189,8 @@ class _Recorder(OnlyLooks):
             self.refused = True
             return
         given = dict(zip(kernel.arg_names, args, strict=False)) | options
-        self.launches.append((compiled, programs, [given[name] for name in kernel.arg_names]))
+        arguments = [given[name] for name in kernel.arg_names]
+        self.steps.append((_launch(compiled, programs), arguments))
 
 
 @dataclass(frozen=True)
@@ -164,17 +198,19 @@ class KeptCall:
     """A call that can be made again.
 
     Attributes:
-        launches: what launches each kernel, and what makes its arguments, constants or not, of
-            operands, results and temporaries.
+        launches: what launches each kernel or makes a step between them, and what makes its
+            arguments, constants or not, of operands, results and temporaries.
         made: shape, strides and dtype of what is allocated: for results, then for what is
             temporary.
         results: how each result lies in its part of `made`: shape, strides, offset; None: as it is.
+        in_graph: see `doing`.
     """
 
     device: torch.device
     launches: list[tuple[_Launch, _Fill]]
     made: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
     results: list[tuple[tuple[int, ...], tuple[int, ...], int] | None]
+    in_graph: bool | None
 
     def make(self, operands: Operands) -> list[torch.Tensor]:
         """Launch all, and return the results."""
@@ -265,10 +301,7 @@ class Repeated:
         for i, begin in enumerate([*(x if x is None else x.data_ptr() for x in operands), *begins]):
             if begin is not None and places.setdefault(begin, i) != i:
                 raise _NotKeptError
-        launches = [
-            (_launch(compiled, programs), _fill_of((*arguments,), places))
-            for compiled, programs, arguments in recorder.launches
-        ]
+        launches = [(step, _fill_of((*given,), places)) for step, given in recorder.steps]
         shapes, views = [], []
         for x in made:
             count = x.untyped_storage().nbytes() // x.element_size()
@@ -277,7 +310,7 @@ class Repeated:
             shapes.append((shape, strides, x.dtype))
             view = tuple(x.shape), x.stride(), int(x.storage_offset())
             views.append(None if whole else view)
-        return KeptCall(self._device, launches, shapes, views[: len(results)])
+        return KeptCall(self._device, launches, shapes, views[: len(results)], recorder.in_graph)
 
 
 def _launch(compiled: Any, programs: int) -> _Launch:

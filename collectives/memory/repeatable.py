@@ -110,6 +110,9 @@ class Straight:
             return _OTHERWISE
         if not launches.suit_kept_launches(given):
             return _OTHERWISE
+        in_graph = self.launched.in_graph
+        if in_graph is not None and in_graph != torch.cuda.is_current_stream_capturing():
+            return _OTHERWISE
         check_all()
         if self.agreed:
             learned = []

@@ -64,6 +64,11 @@ def call_word(source: int, generation: int) -> int:
     return HOST_SLOTS + LINE * source + 2 + 2 * (generation & 1)
 
 
+def kernel_word(world_size: int, phase: int, source: int, program: int) -> int:
+    """Where kernels of rank `source` announce a `phase`, as `slot_ptr` finds it."""
+    return KERNEL_SLOTS + (phase * world_size + source) * MAX_PROGRAMS + program
+
+
 def pad_bytes(world_size: int) -> int:
     """Size of a pad: two phases of signals for MAX_PROGRAMS programs of every rank."""
     words = KERNEL_SLOTS + 2 * world_size * MAX_PROGRAMS

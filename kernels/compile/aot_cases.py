@@ -7,11 +7,11 @@ arguments, alignment and configuration are the real ones. Sizes are those of a 7
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import torch
 import triton
@@ -19,7 +19,6 @@ import triton
 from weft.collectives import chunk_sizes
 from weft.collectives.device import stream_signals
 from weft.collectives.kernels import collective_launch, multimem, pull, pull_boxes
-from weft.collectives.memory.workspace import link_of
 from weft.kernels.attention import merge_kernel
 from weft.kernels.attention.cache import Cache
 from weft.kernels.attention.decode import WIDEST_BYTES
@@ -109,7 +108,7 @@ def catching(*modules: ModuleType) -> Iterator[list[Launch]]:
 def _workspace() -> Any:
     table = torch.empty(_W, dtype=torch.int64, device="meta")
     return SimpleNamespace(
-        group=SimpleNamespace(on_gpus=lambda device: True),
+        group=SimpleNamespace(on_gpus=lambda device: True, virtual=None),
         rank=0,
         world_size=_W,
         device=table.device,
@@ -117,7 +116,10 @@ def _workspace() -> Any:
         signal_ptrs=table,
         half_bytes=1 << 36,
         timeout_ns=600 * 10**9,
-        buffer=SimpleNamespace(multicast_ptr=1 << 40),
+        buffer=SimpleNamespace(multicast_ptr=1 << 40, pad_of=lambda rank: table),
+        tensor=lambda rank, parity, shape, dtype, offset=0: torch.empty(
+            shape, dtype=dtype, device="meta"
+        ),
         repeat=lambda key, operands, make: make(),
         kept_launches=dict,
     )
@@ -193,7 +195,7 @@ def _all_gather_launches(
         biases = None
         if activation == "gelu" or widths == _QKV:  # where models have them
             biases = [torch.empty(n, dtype=out_dtype, device="meta") for n in widths]
-        by_engines = patch.object(copy_engines, "fetching", lambda *_: nullcontext())
+        by_engines = patch.object(copy_engines, "Fetching", MagicMock())
         with catching(op, gathers) as caught, by_engines:
             op.launch_all_gather_matmul(
                 empty(share, _HIDDEN),
@@ -307,12 +309,16 @@ def _reduce_launches(
 
 def _collective_launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
     op, ws = collective_launch, _workspace()
-    with catching(stream_signals, copy_engines) as caught:
+    with catching(stream_signals, copy_engines, gathers) as caught:
         stream_signals.begin(ws)
         stream_signals.wait_in_stream(ws, 1)
         stream_signals.end_in_stream(ws)
         stream_signals.end_in_stream(ws, [torch.empty(8, 8, dtype=dtype, device="meta")] * 2)
-        copy_engines.announce(ws, link_of(ws), 1, 0, 2)
+        sizes_of = [8, 8] + [0] * (_W - 2)
+        fetching = copy_engines.Fetching(ws, sizes_of, 8, dtype, 8, None, eager=True)
+        fetching.publish(torch.empty(8, 8, dtype=dtype, device="meta"), None, 8, 32, 32)
+        fetching.start(torch.empty(8 * _W, 8, dtype=dtype, device="meta"), None, None)
+        fetching.finish([torch.empty(8, 8, dtype=dtype, device="meta")] * 2)
     yield from (("signals of a stream", launch) for launch in caught)
     reduced = dtype in op.REDUCED
     for case, count in (("collective", 8 * 8192), ("odd sizes", 8 * 8191 + 1)):

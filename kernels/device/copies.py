@@ -1,11 +1,15 @@
-"""Copies of a matrix by the programs of a kernel, over the link or within a device."""
+"""Copies of a matrix by the programs of a kernel, over the link or within a device; and the words
+by which copy engines tell of theirs (`weft.kernels.matmul.copy_engines`).
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from weft.collectives.device.addresses import slot_ptr
 from weft.collectives.device.device_math import cdiv, fp8_bits
+from weft.collectives.device.signals import mark_local
 
 
 @triton.jit
@@ -97,3 +101,18 @@ def _block_of(
     offs_m, offs_n, inside = _place_of(number, across, rows, columns, BLOCK_M, BLOCK_N)
     in_ptrs = in_ptr + offs_m[:, None] * stride_m + offs_n[None, :].to(tl.int64) * stride_n
     return tl.load(in_ptrs, mask=inside)
+
+
+@triton.jit
+def copied_by_engine(generation):
+    """What the word of a chunk holds once a copy engine has fetched it in this call."""
+    return (generation.to(tl.int64) << 32) + 1
+
+
+@triton.jit
+def expect_engines(signal_ptrs, rank, generation, WORLD_SIZE: tl.constexpr, CHUNKS: tl.constexpr):
+    """Begin the words (1, peer, chunk) of a call whose shards copy engines will fetch."""
+    chunks = tl.arange(0, CHUNKS)
+    for peer in range(WORLD_SIZE):
+        slots = slot_ptr(signal_ptrs, rank, WORLD_SIZE, 1, peer, chunks)
+        mark_local(slots, copied_by_engine(generation) - 1)

@@ -46,7 +46,7 @@ from weft.collectives.device.launches import launching
 from weft.collectives.memory.workspace import Workspace, check_room, link_of
 from weft.collectives.ranks.pad import MAX_PROGRAMS
 from weft.kernels.device import splits
-from weft.kernels.device.copies import copy_block, quantize_block
+from weft.kernels.device.copies import copied_by_engine, copy_block, expect_engines, quantize_block
 from weft.kernels.device.operands import NO_SCALES, Scales, matrix
 from weft.kernels.engine.fp8 import FP8
 
@@ -109,6 +109,7 @@ def _publish_kernel(
     COPY_N: tl.constexpr,
     SCALES: tl.constexpr,  # of a row
     QUANTIZE: tl.constexpr = False,  # to fp8, with a scale for each row
+    BY_ENGINES: tl.constexpr = 0,  # chunks, a power of 2, in which copy engines fetch a shard
 ) -> None:
     """Copy x into the own half of the next generation and tell every peer. Grid: any.
 
@@ -135,6 +136,8 @@ def _publish_kernel(
         scales = x_scales.ptr + first * SCALES * x_scales.stride
         copy_block(shown, scales, count * SCALES, 1, 1, x_scales.stride, 0, COPY_M, 1)
     if signals.is_last_program(link.signal_ptrs, rank, programs):
+        if BY_ENGINES > 0:
+            expect_engines(link.signal_ptrs, rank, generation, WORLD_SIZE, BY_ENGINES)
         signals.set_generation(link.signal_ptrs, rank, generation)
         signals.signal_peers(link.signal_ptrs, rank, WORLD_SIZE, 0, 0, generation)
 
@@ -235,11 +238,15 @@ def _part_word(chunk, part, PARTS: tl.constexpr):
 def wait_for_rows_of(shards, peer, low, high, part, FETCH: tl.constexpr):
     """Wait until `part` of rows low..high-1 of `peer`'s shard is there. False on a time-out."""
     PARTS: tl.constexpr = FETCH.parts
+    PROGRAMS: tl.constexpr = FETCH.programs
     link, chunk_rows = shards.link, shards.chunk_rows
     first, last = low // chunk_rows, (high - 1) // chunk_rows
+    announced = shards.generation
+    if PROGRAMS == 0:
+        announced = copied_by_engine(announced)
     return signals.wait_for_own(
         link.signal_ptrs, shards.rank, FETCH.world_size, 1, peer, _part_word(first, part, PARTS),
-        _part_word(last, part, PARTS), shards.generation, link.timeout_ns, 1,
+        _part_word(last, part, PARTS), announced, link.timeout_ns, 1,
     )  # fmt: skip
 
 
@@ -270,30 +277,24 @@ def publish(
     scales_at: int = 0,
     scales_a_row: int = 1,
     quantize: bool = False,
+    chunks_by_engines: int = 0,
 ) -> None:
     """Enqueue the start of the next call on `ws`: publish x (rows, columns) to all peers.
 
     `x_scales` may have several numbers for each row, in turn. `quantize`: in fp8, with scales that
-    are found here.
+    are found here. `chunks_by_engines`: a power of 2, into how many at most copy engines cut a
+    shard; it lies in the first half then.
 
     Raises:
         ValueError: `ws` is too small.
     """
     needed = workspace_bytes(x.shape[0], pitch, FP8 if quantize else x.dtype)
     check_room(ws, needed, "workspace_bytes of the largest shard")
-    blocks = -(-max(x.shape[0], 1) // copy_m)
+    blocks, link = -(-max(x.shape[0], 1) // copy_m), link_of(ws)
+    if chunks_by_engines:
+        link = link._replace(half_bytes=0)
     launching(_publish_kernel, min(programs, blocks))(
-        matrix(x),
-        x_scales,
-        link_of(ws),
-        *x.shape,
-        pitch,
-        scales_at,
-        ws.rank,
-        WORLD_SIZE=ws.world_size,
-        COPY_M=copy_m,
-        COPY_N=copy_n,
-        SCALES=scales_a_row,
-        QUANTIZE=quantize,
-        num_warps=8,
-    )
+        matrix(x), x_scales, link, *x.shape, pitch, scales_at, ws.rank, WORLD_SIZE=ws.world_size,
+        COPY_M=copy_m, COPY_N=copy_n, SCALES=scales_a_row, QUANTIZE=quantize,
+        BY_ENGINES=chunks_by_engines, num_warps=8,
+    )  # fmt: skip

@@ -351,7 +351,7 @@ def attention_prices(
     sync = rates.sync_us
     times = fused_times.attention_times(work, chip, fused_times.dtype_name(problem.dtype))
     moved, how = _transfers(rates, problem.moved_bytes), f"{work.queries} queries, {work.seen} keys"
-    kernel = Part("attention", times.fused, f"{how} at {kernel_rates.ATTENTION:.0%} of a library")
+    kernel = Part("attention", times.fused, f"{how} at {times.rate:.0%} of a library")
     start = Part("signals", 2 * sync, f"2 of {sync:.3g} us")
     fused = max(kernel.us, moved.us) + start.us
     us = times.parts + times.merges

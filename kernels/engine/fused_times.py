@@ -291,11 +291,13 @@ class AttentionWork(NamedTuple):
 
 
 class AttentionTimes(NamedTuple):
-    """us of one forward: of weft's kernel; of a library's on each part, and of merging these; of a
-    library's on all keys, under an explicit mask if not all are seen.
+    """us of one forward: of weft's kernel, whose rate relative to a library's is next; of a
+    library's on each part, and of merging these; of a library's on all keys, under an explicit mask
+    if not all are seen.
     """
 
     fused: float
+    rate: float
     parts: float
     merges: float
     gathered: float
@@ -334,8 +336,10 @@ def attention_times(work: AttentionWork, chip: Hardware, dtype: str) -> Attentio
     elements = work.batch * work.queries * work.heads * work.head_dim
     merge = chip.launch_us + library.moved_us(chip, _MERGE_BYTES * elements)
     parts = us(part, causal=work.causal) + others * us(part, causal=False)
+    rate = kernel_rates.attention_rate(chip.chip, whole)
     return AttentionTimes(
-        whole / kernel_rates.ATTENTION,
+        whole / rate,
+        rate,
         max(parts, (work.parts + work.documents - 1) * _CALL_HOST_US),
         others * merge,
         whole

@@ -32,9 +32,10 @@ from weft.kernels.engine.chips import (
 )
 
 GUESS = 0.95  # where nothing was measured; of plain matmuls on an H200 0.94 to 0.99 (docs/gpu.md)
-# Of Triton's attention, forward, relative to the library's: on an H200 16,384 causal tokens of 32
-# heads of 128 take 4,914 us where the busiest program has 9 % more than the mean, and cuDNN 3,347.
-ATTENTION = 0.68
+# Of Triton's attention, forward, the us that the library takes and the rate relative to it: on an
+# H200 4,096 and 16,384 causal tokens of 32 heads of 128 take 563 and 4,914 us, and cuDNN 263 and
+# 3,347.
+_ATTENTION = (263.0, 0.47), (3347.0, 0.68)
 
 
 class Tile(NamedTuple):
@@ -44,6 +45,20 @@ class Tile(NamedTuple):
     block_m: int
     block_n: int
     block_k: int
+
+
+def attention_rate(chip: str, library_us: float) -> float:
+    """Of Triton's attention, forward, where the library's takes so long: programs that wait for the
+    busiest one are more of a short call. Between what was measured by the logarithm of the time; on
+    other chips that of the long call.
+
+    Example: on sm_90 0.47 at 100 us, 0.57 at 940 us, 0.68 at 10 ms.
+    """
+    (short, low), (long, high) = _ATTENTION
+    if chip != "sm_90":
+        return high
+    share = math.log(max(library_us, short) / short) / math.log(long / short)
+    return low + (high - low) * min(share, 1.0)
 
 
 def tiling_of(op: str, chip: Chip, M: int, N: int, K: int, dtype: torch.dtype, W: int) -> Tiling:

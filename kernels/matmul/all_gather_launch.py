@@ -6,7 +6,7 @@ measured table (`weft.kernels.engine.tuning`).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from weft.collectives.device import signals
-from weft.collectives.device.launches import launching, temporary
+from weft.collectives.device.launches import doing, launching, temporary
 from weft.collectives.memory.workspace import Workspace, link_of
 from weft.collectives.ranks.pad import MAX_PROGRAMS
 from weft.kernels.device import gathers, splits
@@ -53,8 +53,8 @@ _DIRECT_BYTES = 1 << 20
 # 8 x H100 the way up takes, with chunks of 4, 8 and 16 MiB, 408, 423 and 478 us for the 8B layer at
 # M = 16384, and 679, 701 and 727 for the 70B one at M = 8192.
 _CHUNK_BYTES = 4 << 20
-# The same where the host enqueues each call, and the kernel last: 12 us a chunk (weft bench host).
-# In chunks of 4 MiB that is 336 us for the 70B layer, in these 84.
+# The same where the host enqueues each call, and the kernel last: a copy and a word for each chunk,
+# of which the 70B layer at M = 8192 has 28 of 4 MiB, and 7 of these.
 _EAGER_CHUNK_BYTES = 16 << 20
 
 
@@ -282,7 +282,6 @@ def launch_all_gather_matmul(
     with_own: bool = False,
     scaling: Scaling | None = None,
     config: AllGatherConfig | None = None,
-    key: Hashable = None,
 ) -> Gathered:
     """Enqueue y_i = activation(cat(x over ranks) @ w_i + bias_i).
 
@@ -299,7 +298,6 @@ def launch_all_gather_matmul(
             undefined.
         scaling: of fp8 operands.
         config: default `all_gather_config`; `copy_engines` must be the same on all ranks.
-        key: all that the launch beside the copy engines goes by, for it to be kept.
     """
     K, M, W = x.shape[1], sum(sizes), ws.world_size
     Ns, chip = tuple(w.shape[1] for w in weights), chip_of(x.device)
@@ -317,7 +315,8 @@ def launch_all_gather_matmul(
     # Every part of every chunk of a shard needs its own word of the pad.
     parts = config.parts if config.copy_programs else 1
     chunk_rows = max(config.chunk_rows, -(-max(sizes) // (MAX_PROGRAMS // parts)))
-    if config.copy_engines and is_eager(x.device):
+    eager = is_eager(x.device)
+    if config.copy_engines and eager:
         chunk_rows = max(chunk_rows, _EAGER_CHUNK_BYTES // (K * x.element_size()))
     scales_at = gathers.scales_offset(max(sizes), K, x.dtype)
 
@@ -327,24 +326,22 @@ def launch_all_gather_matmul(
             activation, keep_sums, with_own, scaling, config, chunk_rows, scales_at,
         )  # fmt: skip
 
+    # A single rank need not publish rows that it does not read back itself.
+    unread = W == 1 and in_place(x) and not with_own
+    shown, block = x[:0] if unread else x, (config.programs, config.copy_m, config.copy_n)
     if config.copy_engines:
         assert gathered is not None
-        fetched = copy_engines.fetching(
-            x, row_scales, gathered, scales, ws, sizes, chunk_rows, scales_at, with_own
+        fetching = copy_engines.Fetching(
+            ws, sizes, K, x.dtype, chunk_rows, None if scales is None else scales_at, eager
         )
-        with fetched:
-            operands = [x, *weights, *(biases or ()), *(scaling.tensors if scaling else ())]
-            operands += [gathered, scales]
-            of = key, chunk_rows
-            made = multiplied() if key is None else ws.repeat(of, operands, multiplied)
+        fetching.publish(x, row_scales, *block)
+        own = x if with_own else None
+        # By name, as a rank alone on its chip puts another in its place: `weft.sim.run.solo`.
+        doing(lambda *to: fetching.start(*to), gathered, scales, own, in_graph=not eager)
+        made = multiplied()
+        fetching.finish([gathered] if scales is None else [gathered, scales])
     else:
-        # A single rank need not publish rows that it does not read back itself.
-        unread = W == 1 and in_place(x) and not with_own
-        shown, x_scales = x[:0] if unread else x, scales_of(row_scales)
-        block = config.copy_m, config.copy_n
-        gathers.publish(
-            shown, ws, gathers.pitch_of(K), config.programs, *block, x_scales, scales_at
-        )
+        gathers.publish(shown, ws, gathers.pitch_of(K), *block, scales_of(row_scales), scales_at)
         made = multiplied()
     count = 1 if activation == "swiglu" else len(weights)
     return Gathered(gathered, [*made[:count]], [*made[count:]])

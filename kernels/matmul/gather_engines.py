@@ -262,15 +262,13 @@ def _triton_forward(
             with_own=keep,
             scaling=scaling,
             config=config,
-            key=(plan, key),
         )
         return [*made.ys, *made.sums, *([] if made.matrix is None else [made.matrix])]
 
     operands = [x, *weights, *biases, *(() if scaling is None else scaling.tensors)]
     with ws.call("all_gather_matmul", call.told):
-        # What copy engines do is enqueued anew each time.
-        by_hand = config.copy_engines
-        made = [*(launched() if by_hand else ws.repeat((plan, key), operands, launched))]
+        eager = config.copy_engines and shards.is_eager(x.device)
+        made = [*ws.repeat((plan, key, eager), operands, launched)]
     count = 1 if call.activation == "swiglu" else len(weights)
     sums = made[count : count + len(weights)] if keep_sums else []
     return Made(made[:count], sums, made[-1] if keep else None)

@@ -310,17 +310,17 @@ def _triton_backward(given: ScatterGradient) -> Gradients:
     ws = gather_workspace(own, group, rows, by_engines)
     dw = torch.empty_like(w) if needs_w else None
     if needs_x or needs_b:
-        key = op, *rows, whole, config, layouts_of((own, w))
+        eager = config.copy_engines and shards.is_eager(x.device)
+        key = op, *rows, whole, config, eager, layouts_of((own, w))
 
         def launched() -> list[torch.Tensor]:
             made = all_gather_launch.launch_all_gather_matmul(
-                own, [w.t()], ws, rows, with_own=whole, config=config, key=key
+                own, [w.t()], ws, rows, with_own=whole, config=config
             )
             return made.ys if made.matrix is None else [*made.ys, made.matrix]
 
         with ws.call(op, told):
-            by_hand = config.copy_engines
-            dx, *gathered = launched() if by_hand else ws.repeat(key, (own, w), launched)
+            dx, *gathered = ws.repeat(key, (own, w), launched)
         if dw is not None:
             mm(x.t(), gathered[0], out=dw)
     elif dw is not None:

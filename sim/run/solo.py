@@ -362,17 +362,15 @@ def copied_first(then: Callable[[], object] = lambda: None) -> Iterator[None]:
     They are the link of such a kernel. Copies inside of one chip take cores from it instead.
     `then` is called between the two, with the kernel's stream as the current one.
     """
-    fetching = copy_engines.fetching
+    start = copy_engines.Fetching.start
 
-    @contextmanager
-    def before(x: torch.Tensor, *args: Any) -> Iterator[None]:
-        with fetching(x, *args):
-            if x.is_cuda:
-                for number in range(copy_engines.STREAMS):
-                    beside = copy_stream(x.device, number)
-                    torch.cuda.current_stream(x.device).wait_stream(beside)
-            then()
-            yield
+    def before(fetching: copy_engines.Fetching, gathered: torch.Tensor, *more: Any) -> None:
+        start(fetching, gathered, *more)
+        if gathered.is_cuda:
+            for number in range(copy_engines.STREAMS):
+                beside = copy_stream(gathered.device, number)
+                torch.cuda.current_stream(gathered.device).wait_stream(beside)
+        then()
 
-    with patch.object(copy_engines, "fetching", before):
+    with patch.object(copy_engines.Fetching, "start", before):
         yield

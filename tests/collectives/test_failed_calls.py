@@ -19,7 +19,6 @@ import weft
 from weft.collectives import Workspace
 from weft.collectives.memory.exchange import StreamExchange
 from weft.collectives.ranks import reports
-from weft.kernels.matmul import copy_engines
 
 
 class Absent(BaseException):
@@ -48,7 +47,6 @@ def _nobody_fills() -> Iterator[None]:
         patch.object(Workspace, "timeout_ns", impatient),
         # Exchanges as GPUs make them: every step is a kernel.
         patch.object(sys.modules[StreamExchange.__module__], "exchange_on", in_a_stream),
-        patch.object(copy_engines, "exchange_on", in_a_stream),
         # Interpreted kernels are over when their launch returns, and calls look at once.
         patch.object(Workspace, "check", lambda ws, op: None),
         patch.object(Workspace, "launched", lambda ws, op: None),

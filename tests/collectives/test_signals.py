@@ -376,7 +376,7 @@ from weft.kernels.compile import aot_cases
 from weft.kernels.compile.machine_code import TARGETS, source
 from weft.kernels.engine import chips
 
-chip, wanted = chips.known(sys.argv[1]), {"_announce_kernel", "_wait_kernel"}  # one wait each
+chip, wanted = chips.known(sys.argv[1]), {"_hold_kernel", "_wait_kernel"}  # one wait each
 for _, launch in aot_cases.launches(chip, torch.bfloat16, wide=False):
     if launch.kernel.__name__ in wanted:  # of the waits, the first is for one word
         wanted.remove(launch.kernel.__name__)

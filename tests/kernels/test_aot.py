@@ -31,8 +31,9 @@ NEWEST = {
 NO_MATMUL = {
     "_publish_kernel", "_show_kernel", "exchange_kernel", "reduce_kernel", "_pull_kernel",
     "_switched_kernel", "_begin_kernel", "_post_kernel", "_wait_kernel", "_announce_kernel",
-    "_append_kernel", "_end_kernel", "_merge_kernel", "_numbers_kernel", "weigh_kernel",
-    "experts, rows alone", "experts, rows fetched", "experts, fp8 rows fetched",
+    "_hold_kernel", "_finish_kernel", "_append_kernel", "_end_kernel", "_merge_kernel",
+    "_numbers_kernel", "weigh_kernel", "experts, rows alone", "experts, rows fetched",
+    "experts, fp8 rows fetched",
 }  # fmt: skip
 
 # Of each chip the cases that are nearest to spilling; with ATTENTION they have every kernel that

@@ -346,6 +346,9 @@ def planned(
 def test_auto_takes_the_library_for_long_sequences() -> None:
     long, why = planned(8192)
     assert long.engine == "host" and "for triton" in why
+    assert planned(2048)[0].engine == "host", (
+        "a short kernel is slower beside cuDNN than a long one"
+    )
     short, _ = planned(128)
     assert short.engine == "triton"
     window, why = planned(8192, before=4096)
@@ -355,7 +358,7 @@ def test_auto_takes_the_library_for_long_sequences() -> None:
     assert planned(2048, W=2, before=4096)[0].engine == "host", "which is no window"
     alone, why = planned(128, W=1)
     assert (alone.engine, why) == ("host", "one rank")
-    for n, engine in ((8192, "host"), (64, "triton")):
+    for n, engine in ((8192, "host"), (2048, "host"), (64, "triton")):
         assert planned(n, op="ulysses_attention")[0].engine == engine
 
 

@@ -367,6 +367,8 @@ print(*seen)
         "_announce_kernel",
         "_begin_kernel",
         "_end_kernel",
+        "_finish_kernel",
+        "_hold_kernel",
         "_merge_kernel",
         "_post_kernel",
         "_wait_kernel",
