@@ -14,6 +14,7 @@ import torch
 from weft.collectives import Workspace
 from weft.collectives.device.launches import launching
 from weft.collectives.memory.workspace import check_room, link_of
+from weft.collectives.prices.hardware import Hardware
 from weft.kernels.device import gathers
 from weft.kernels.device.operands import NO_SCALES, Rows, Scales, described_rows
 from weft.kernels.device.outputs import Outputs
@@ -87,10 +88,9 @@ def dispatch_config(
         # Copies of twice the warps keep a link busy, and few tiles follow the last rows.
         tiling = replace(tiling, block_m=128, block_n=128 >> pair, num_warps=8, num_stages=6)
     # As in `all_gather_launch`, for the same reasons, or more: links must be busy first.
-    share = 16 if world_size == 1 else 8
+    copy_programs = max(1, chip.cores // (16 if world_size == 1 else 8))
     if world_size > 1 and _waits_for_links(N, dtype):
-        share = 2 if N <= 512 else 4
-    copy_programs = max(1, chip.cores // share)
+        copy_programs = _copying(chip.cores, N)
     if not pair:
         tiling = _in_few_waves(tiling, chip, chip.cores - copy_programs, experts, rows, N)
     copy_n = 512 * tiling.num_warps // dtype.itemsize
@@ -127,15 +127,25 @@ def expected_rows(R: int, tensor_parallel_size: int, world_size: int, experts: i
 
 
 def rows_come_first(
-    rows: int, Ns: Sequence[int], dtype: torch.dtype, world_size: int, experts: int, chip: Chip
+    rows: int, Ns: Sequence[int], K: int, world_size: int, experts: int, chip: Hardware
 ) -> bool:
-    """Whether a launch that brings rows alone, and torch's grouped matmul of them, are quicker: if
-    all tiles are made at once, those of the last rows take as long as all, and hide nothing, while
-    all cores bring rows sooner than some.
+    """Whether a launch that brings rows alone, in bf16, and torch's grouped matmul of them are
+    quicker: where all tiles are made at once, those of the last rows take as long as all, and hide
+    nothing; and all cores may make them in fewer waves than those beside copies.
     """
+    N, moved = sum(Ns), experts * rows * K * 2 * (world_size - 1) / world_size
     tiles = experts * -(-rows // 128) * sum(-(-N // 128) for N in Ns)
-    fits = dtype == torch.bfloat16 and chip.descriptors and world_size > 1
-    return fits and rows > 64 and _waits_for_links(sum(Ns), dtype) and tiles <= chip.programs
+    tile_us = 2 * 128 * 128 * K / chip.core_flops_per_us("bfloat16")
+    link_us, makers = moved / chip.link_rate(world_size), chip.cores - _copying(chip.cores, N)
+    apart = link_us + -(-tiles // chip.cores) * tile_us + chip.launch_us
+    # In virtual time links are busy for 0.8 of the time, tiles take 1 us more, and begin after 5.
+    fused = max(link_us / 0.8 + tile_us, -(-tiles // makers) * (tile_us + 1)) + 5
+    return apart < fused
+
+
+def _copying(cores: int, N: int) -> int:
+    """How many cores bring rows of half precision."""
+    return max(1, cores // (8 if N > 2048 else 4 if N > 512 else 2))
 
 
 def numbers_offset(tokens: int, columns: int, dtype: torch.dtype) -> int:

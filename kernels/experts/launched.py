@@ -11,6 +11,7 @@ from weft.collectives import workspace
 from weft.collectives.device.launches import layouts_of
 from weft.kernels.engine import epilogues
 from weft.kernels.engine.chips import chip_of
+from weft.kernels.engine.engines import hardware_of
 from weft.kernels.engine.epilogues import Activation
 from weft.kernels.engine.fp8 import FP8, Quantize
 from weft.kernels.engine.local_matmul import on_cpu
@@ -206,14 +207,17 @@ def _rows_first(routing: Routing, x: torch.Tensor, weights: Sequence[torch.Tenso
     W, tp, E = routing.group.world_size, routing.tensor_parallel_size, len(weights[0])
     Ns = [w.shape[2] for w in weights]
     rows = expected_rows(routing.count, tp, W, E)
-    first = aligned_sizes(x.shape[1], *Ns) and rows_come_first(
-        rows, Ns, x.dtype, W, E, chip_of(x.device)
+    chip = chip_of(x.device)
+    first = (
+        (x.dtype == torch.bfloat16 and chip.descriptors and W > 1 and rows > 64)
+        and aligned_sizes(x.shape[1], *Ns)
+        and rows_come_first(rows, Ns, x.shape[1], W, E, hardware_of(routing.group, x.device))
     )
     if first and settings.tracing():
-        why = "rows first, then torch's grouped matmul: as all tiles are made at once, none would "
+        why = "rows first, then torch's grouped matmul, which is predicted to be quicker than both"
         shapes = f"{E} experts of about {rows} rows"
         settings.record(
-            "dispatch_grouped_matmul", "triton", f"{why}hide the way of others", shapes, ranks=W
+            "dispatch_grouped_matmul", "triton", f"{why} in one launch", shapes, ranks=W
         )
     return first
 
