@@ -53,7 +53,7 @@ format: .venv/.installed  ## rewrite the sources as ruff formats them
 bench: .venv/.installed  ## all suites (15 minutes), into bench/results and the README
 	$(BIN)/weft bench calibrate
 	$(BIN)/weft bench mlp --seconds 6 --out out/bench
-	$(BIN)/weft bench ops collectives dispatch redistribute loss layers attention scaling model --out out/bench
+	$(BIN)/weft bench ops collectives dispatch redistribute loss layers experts attention scaling model --out out/bench
 	cp out/bench/*.json out/bench/*.md bench/results/
 	$(BIN)/python -m tools.readme
 

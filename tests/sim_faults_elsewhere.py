@@ -487,8 +487,8 @@ IN_EXPERTS = [
     fault(
         "rows are pulled before their owners have shown them",
         pulled_rows,
-        "tl.where(wait_for_owners(pull, V), pull.total, 0)",
-        "pull.total",
+        "came, first = wait_for_owners(pull, V), tl.program_id(0)",
+        "came, first = True, tl.program_id(0)",
         DISPATCH,
     ),
     fault(
@@ -502,8 +502,8 @@ IN_EXPERTS = [
     fault(
         "one row too many is pulled",
         pulled_rows,
-        "return rows, columns, (rows < last)",
-        "return rows, columns, (rows <= last)",
+        "inside = (rows < last)[:, None]",
+        "inside = (rows <= last)[:, None]",
         DISPATCH,
         (BOUNDS, RACE),
     ),

@@ -30,14 +30,18 @@ def tables(predictions: Sequence[Prediction]) -> str:
     known = [each for each in predictions if each.expressible]
     for op in dict.fromkeys(op_words(each.row.op) for each in known):
         mine = [each for each in known if op_words(each.row.op) == op]
-        parts += [f"**{op}**", "", *markdown_lines(_COLUMNS, [_cells(each) for each in mine]), ""]
+        head, cells = _COLUMNS, [_cells(each) for each in mine]
+        if op.startswith("moe"):  # of which what is not hidden is a part
+            head = *_COLUMNS, "predicted of"
+            cells = [(*row, each.how) for row, each in zip(cells, mine, strict=True)]
+        parts += [f"**{op}**", "", *markdown_lines(head, cells), ""]
     beyond = [each.why for each in predictions if not each.expressible]
     parts += [f"Without a prediction are {len(beyond)} rows: "]
     parts[-1] += "; ".join(f"{why} ({beyond.count(why)})" for why in dict.fromkeys(beyond)) + "."
     return "\n".join(parts)
 
 
-_COLUMNS = (
+_COLUMNS: tuple[str, ...] = (
     *("what", "GPUs", "M x N x K", "published", "predicted", "error"),
     *("kind", "half", "source"),
 )

@@ -244,7 +244,7 @@ def dispatch_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0) - V.copies
     experts = experts_of(table.ends, E, V.lanes, TILES.block_m)
     total = rows_of(experts)
-    chunk_rows = chunk_of(total, chunk_rows, V.world_size)
+    chunk_rows = chunk_of(total, chunk_rows, V)
     pull = PulledRows(
         table, total, chunk_rows, link, rank, generation, pitch, numbers_at, fetched, K, 0
     )

@@ -46,9 +46,15 @@ class PulledRows(NamedTuple):
 
 
 @triton.jit
-def chunk_of(total, chunk_rows, WORLD_SIZE: tl.constexpr):
-    """How many of `total` rows are announced together: more if there are too few words."""
-    return tl.maximum(chunk_rows, tiles.cdiv(total, WORLD_SIZE * _MAX_PROGRAMS))
+def chunk_of(total, chunk_rows, V: tl.constexpr):
+    """How many of `total` rows are announced together: more if there are too few words. Where no
+    tile waits for them, as many as give every program one chunk.
+    """
+    WEIGHTS: tl.constexpr = V.weights
+    rows = tl.maximum(chunk_rows, tiles.cdiv(total, V.world_size * _MAX_PROGRAMS))
+    if WEIGHTS == 0:
+        rows = tl.maximum(tiles.cdiv(tiles.cdiv(total, V.copies), V.copy_m), 1) * V.copy_m
+    return rows
 
 
 @triton.jit
@@ -84,26 +90,32 @@ def delivered_rows(pull, rows, inside, dtype: tl.constexpr, QUANTIZED: tl.conste
 
 
 @triton.jit
-def _pulled_places(pull, number, first, last, across, V: tl.constexpr):
-    """Rows and columns of block `number` of rows first..last-1, and a mask of what is inside."""
-    rows = first + number // across * V.copy_m + tl.arange(0, V.copy_m)
+def _pulled_places(pull, number, across, V: tl.constexpr):
+    """Rows and columns of a program's block `number`, through all of its chunks, a mask of what is
+    inside, and the row after its chunk's last.
+    """
+    in_chunk = tiles.cdiv(pull.chunk_rows, V.copy_m) * across
+    first = (tl.program_id(0) + number // in_chunk * V.copies) * pull.chunk_rows
+    last = tl.minimum(first + pull.chunk_rows, pull.total)
+    rows = first + number % in_chunk // across * V.copy_m + tl.arange(0, V.copy_m)
     columns = number % across * V.copy_n + tl.arange(0, V.copy_n)
-    return rows, columns, (rows < last)[:, None] & (columns < pull.K)[None, :]
+    inside = (rows < last)[:, None] & (columns < pull.K)[None, :]
+    return rows, columns, inside, last
 
 
 @triton.jit
-def _pulled_block(pull, number, first, last, across, dtype: tl.constexpr, V: tl.constexpr):
-    rows, columns, inside = _pulled_places(pull, number, first, last, across, V)
+def _pulled_block(pull, number, across, dtype: tl.constexpr, V: tl.constexpr):
+    rows, columns, inside, last = _pulled_places(pull, number, across, V)
     ptrs = rows_at_owners(pull, rows, rows < last, dtype)
     return tl.load(ptrs[:, None] + columns[None, :], mask=inside)
 
 
 @triton.jit
-def _scales_of(pull, number, first, last, across, V: tl.constexpr):
+def _scales_of(pull, number, across, V: tl.constexpr):
     """Those of the rows of block `number`; 1 if they have none."""
     scales = 1.0
     if V.quantized:
-        rows, _, _ = _pulled_places(pull, number, first, last, across, V)
+        rows, _, _, last = _pulled_places(pull, number, across, V)
         inside = rows < last
         shown = (_published(pull, rows, inside) + pull.numbers_at).to(tl.pointer_type(tl.float32))
         scales = tl.load(shown + tl.load(pull.table.rows + rows, mask=inside, other=0), mask=inside)
@@ -122,33 +134,34 @@ def wait_for_owners(pull, V: tl.constexpr):
 @triton.jit
 def fetch_rows(pull, V: tl.constexpr):
     """A copy program: bring its chunks of the rows, announcing each."""
-    fetched = pull.fetched
+    fetched, link = pull.fetched, pull.link
     dtype: tl.constexpr = fetched.ptr.dtype.element_ty
     wire: tl.constexpr = tl.float8e4nv if V.quantized else dtype
-    chunks = tiles.cdiv(tl.where(wait_for_owners(pull, V), pull.total, 0), pull.chunk_rows)
+    came, first = wait_for_owners(pull, V), tl.program_id(0)
+    chunks = tiles.cdiv(pull.total, pull.chunk_rows)
     across = tl.maximum(tiles.cdiv(pull.K, V.copy_n), 1)
-    for chunk in range(tl.program_id(0), chunks, V.copies):
-        first = chunk * pull.chunk_rows
-        last = tl.minimum(first + pull.chunk_rows, pull.total)
-        blocks = tiles.cdiv(last - first, V.copy_m) * across
-        # The next block is loaded while one is stored, which keeps a link busy.
-        block = _pulled_block(pull, 0, first, last, across, wire, V)
-        scales = _scales_of(pull, 0, first, last, across, V)
-        for number in range(blocks):
-            following = _pulled_block(pull, number + 1, first, last, across, wire, V)
-            following_scales = _scales_of(pull, number + 1, first, last, across, V)
+    in_chunk = tiles.cdiv(pull.chunk_rows, V.copy_m) * across
+    if came & (first < chunks):
+        # The next block, if only of the next chunk, is loaded while one is stored: a link is busy.
+        block = _pulled_block(pull, 0, across, wire, V)
+        scales = _scales_of(pull, 0, across, V)
+        for number in range(tiles.cdiv(chunks - first, V.copies) * in_chunk):
+            following = _pulled_block(pull, number + 1, across, wire, V)
+            following_scales = _scales_of(pull, number + 1, across, V)
             if V.quantized:
                 values = rounded(tiles.widened(block) * scales[:, None], dtype)
             else:
                 values = block
-            rows, columns, inside = _pulled_places(pull, number, first, last, across, V)
+            rows, columns, inside, last = _pulled_places(pull, number, across, V)
             into = fetched.ptr + rows.to(tl.int64)[:, None] * pull.K
             tl.store(into + columns[None, :], values, mask=inside)
             block, scales = following, following_scales
-        if fetched.scales is not None:
-            _fetch_numbers(pull, first, last, V.copy_m)
-        word = signals.slot_ptr(pull.link.signal_ptrs, pull.rank, V.world_size, 1, 0, chunk)
-        signals.signal_local(word, pull.generation)
+            if number % in_chunk == in_chunk - 1:
+                chunk = first + number // in_chunk * V.copies
+                if fetched.scales is not None:
+                    _fetch_numbers(pull, chunk * pull.chunk_rows, last, V.copy_m)
+                word = signals.slot_ptr(link.signal_ptrs, pull.rank, V.world_size, 1, 0, chunk)
+                signals.signal_local(word, pull.generation)
 
 
 @triton.jit

@@ -6,18 +6,28 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
+from weft import settings
 from weft.collectives import workspace
 from weft.collectives.device.launches import layouts_of
 from weft.kernels.engine import epilogues
+from weft.kernels.engine.chips import chip_of
+from weft.kernels.engine.engines import hardware_of
 from weft.kernels.engine.epilogues import Activation
 from weft.kernels.engine.fp8 import FP8, Quantize
 from weft.kernels.engine.local_matmul import on_cpu
 from weft.kernels.expert_kernels.combine_launch import FEW, combine_bytes, launch_combine
 from weft.kernels.expert_kernels.contract_grouped_kernel import launch_contract_grouped
-from weft.kernels.expert_kernels.dispatch_launch import Dispatched, dispatch_bytes, launch_dispatch
-from weft.kernels.expert_kernels.expert_tiles import RowTable
+from weft.kernels.expert_kernels.dispatch_launch import (
+    Dispatched,
+    dispatch_bytes,
+    expected_rows,
+    launch_dispatch,
+    rows_come_first,
+)
+from weft.kernels.expert_kernels.expert_tiles import RowTable, aligned_sizes
 from weft.kernels.expert_kernels.few_tokens_launch import few_bytes, launch_few_tokens
 from weft.kernels.experts.calls import CombineCall, DispatchCall, DispatchMade
+from weft.kernels.experts.grouped import grouped_matmul
 from weft.kernels.experts.routing import Roster, Routing
 
 
@@ -172,6 +182,12 @@ def dispatch_forward(
     call: DispatchCall, x: torch.Tensor, weights: Sequence[torch.Tensor], keep: bool, grads: bool
 ) -> DispatchMade:
     activation, op = call.activation, "dispatch_grouped_matmul"
+    if weights and activation is None and _rows_first(call.routing, x, weights):
+        quantize = call.quantize is not None
+        rows = dispatched(op, call.told(x), call.routing, x, quantize=quantize).rows
+        assert rows is not None
+        hs = [grouped_matmul(rows, w, call.routing.ends) for w in weights]
+        return DispatchMade(hs, rows if keep else None, [])
     made = dispatched(
         op,
         call.told(x),
@@ -187,6 +203,26 @@ def dispatch_forward(
     return DispatchMade(
         made.ys, made.rows if keep else None, made.sums or (made.ys if activation else [])
     )
+
+
+def _rows_first(routing: Routing, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
+    """See `rows_come_first`; `weft.explain` is told."""
+    W, tp, E = routing.group.world_size, routing.tensor_parallel_size, len(weights[0])
+    Ns = [w.shape[2] for w in weights]
+    rows = expected_rows(routing.count, tp, W, E)
+    chip = chip_of(x.device)
+    first = (
+        (x.dtype == torch.bfloat16 and chip.descriptors and W > 1 and rows > 64)
+        and aligned_sizes(x.shape[1], *Ns)
+        and rows_come_first(rows, Ns, x.shape[1], W, E, hardware_of(routing.group, x.device))
+    )
+    if first and settings.tracing():
+        why = "rows first, then torch's grouped matmul, which is predicted to be quicker than both"
+        shapes = f"{E} experts of about {rows} rows"
+        settings.record(
+            "dispatch_grouped_matmul", "triton", f"{why} in one launch", shapes, ranks=W
+        )
+    return first
 
 
 def dispatch_backward(

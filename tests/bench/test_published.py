@@ -337,7 +337,7 @@ def shipped() -> list[Prediction]:
 
 def test_the_shipped_rows_have_sources() -> None:
     rows = read(SHIPPED)
-    assert len(rows) == 335
+    assert len(rows) == 339
     assert all(each.source.startswith("https://") for each in rows)
     assert all(each.published > 0 for each in rows)
     fitted = sum(each.is_fitted_on for each in rows)

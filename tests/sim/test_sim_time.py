@@ -23,6 +23,7 @@ import weft
 from weft import sim
 from weft.collectives.prices.hardware import H100, H200, MI300X, PRESETS, Hardware, named
 from weft.dtensor import DTensor, Shard, distribute_tensor, init_device_mesh
+from weft.kernels import dispatch, grouped_matmul, route
 from weft.kernels.engine.chips import chip_of, known
 from weft.sim.hooks import timing_hooks
 from weft.sim.time.clock import play
@@ -260,6 +261,35 @@ def test_a_grouped_matmul_costs_the_tiles_of_its_groups() -> None:
     assert us([129, 512]) > 4.4 * tile
     assert us([256, 512], contracted=True) == pytest.approx(us([0, 512], contracted=True))
     assert us([256, 512], contracted=True) == pytest.approx(4 * tile, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "K", "N"),
+    [
+        (512, 1024, 256),
+        pytest.param(2048, 2048, 1024, marks=pytest.mark.slow),
+        pytest.param(2048, 4096, 512, marks=pytest.mark.slow),
+    ],
+)
+def test_dispatch_with_a_matmul_is_no_slower_than_the_matmul_after_it(
+    tokens: int, K: int, N: int
+) -> None:
+    """Where every token goes to the other rank, and its way takes longer than its matmul."""
+
+    def us(fused: bool) -> float:
+        def body(rank: int) -> None:
+            x, w = (torch.empty(*s, dtype=torch.bfloat16) for s in ((tokens, K), (1, K, N)))
+            routing = route(torch.full((tokens, 1), 1 - rank), 2)
+            if fused:
+                weft.dispatch_grouped_matmul(x, routing, w)
+            else:
+                grouped_matmul(dispatch(x, routing), w, routing.ends)
+
+        return sim.run(
+            2, body, hardware="h100", numerics=False, symmetric=True
+        ).timeline.makespan_us
+
+    assert us(fused=True) <= 1.01 * us(fused=False)
 
 
 def test_atomics_on_one_word_do_not_wait_for_each_others_way() -> None:
