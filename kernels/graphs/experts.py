@@ -10,12 +10,13 @@ data. But it is made of counts alone, which ranks exchange first, and the graph 
     counts (E,) --> all_to_all --> theirs (W, E / W) --> receives, order, offs
         '------------------------------------------------> sends
 
-So these steps are run, when torch compiles, on tables of counts of all ranks: drawn ones, and those
-in which one expert gets all. Only steps that are linear in counts, or index by them, are taken, as
-no threshold may hide between two tables; what they make must be what the fused ops do. With counts
-as ids, an expert a row, these do just that: no row is rounded or added to another, and gradients
-are the same two chains. Forward and backward are rewritten before torch cuts them apart, as the
-backward alone has not the steps. If ranks' rows at run time are not as counted, `route` raises.
+So these steps are run, when torch compiles, on tables of counts of all ranks, the same tables on
+all of them: drawn ones, and those in which one expert gets all. Only steps that are linear in
+counts, or index by them, are taken, as no threshold may hide between two tables. What they make
+must be what the fused ops do. With counts as ids, an expert a row, these do just that: no row is
+rounded or added to another, and gradients are the same two chains. Forward and backward are
+rewritten before torch cuts them apart, as the backward alone has not the steps. If rows at run time
+are not as counted, `route` raises.
 """
 
 from __future__ import annotations
@@ -322,14 +323,22 @@ def _table_of(node: Node) -> _Table:
     counts = exchange.all_input_nodes[0]
     while is_reshape(counts) or is_call(counts, aten.clone.default):
         counts = counts.all_input_nodes[0]
-    value, sizes = counts.meta["val"], [*shape(counts), *shape(exchange)]
-    is_known = all(isinstance(size, int) for size in sizes) and not value.is_floating_point()
-    takes = (_EXCHANGE, c10d.all_gather_into_tensor.default)
-    if not is_call(exchange, *takes) or exchange.args[-1] != group or not is_known:
+    sizes = [*shape(counts), *shape(exchange)]
+    is_known = all(isinstance(size, int) for size in sizes)
+    is_of_counts = not counts.meta["val"].is_floating_point() and exchange.args[-1] == group
+    if not is_known or not is_of_counts or not _brings_all(exchange):
         raise RefusedError("its numbers of rows are not made of one exchange of counts")
-    if value.numel() % world_of(str(group))[1]:
+    table = _Table(counts, exchange)
+    if table.experts % world_of(str(group))[1]:
         raise RefusedError("ranks have unequal numbers of experts")
-    return _Table(counts, exchange)
+    return table
+
+
+def _brings_all(exchange: Node) -> bool:
+    """Whether it is an all_gather, or an all_to_all of equal parts."""
+    if is_call(exchange, _EXCHANGE):
+        return len({*exchange.args[1], *exchange.args[2]}) == 1  # type: ignore[misc]
+    return is_call(exchange, c10d.all_gather_into_tensor.default)
 
 
 class _Wanted(NamedTuple):
@@ -353,18 +362,15 @@ def _wanted(node: Node, table: _Table) -> Iterable[_Wanted]:
     rank, W = world_of(str(node.args[3]))
     E, generator = table.experts, torch.Generator().manual_seed(0)
     own = E // W
-    # What this rank sends may be a number of the graph, to which its counts must add up.
-    rows = [shape(each)[0] for each in (node.all_input_nodes[0], node)]
-    n = next((size for size in rows if isinstance(size, int)), 17)
+    # The same on all ranks, whatever rows they have, as all of them must find the same.
     tables = []
     for _ in range(_DRAWN):
-        sizes = torch.randint(2 * n + 1, (W,), generator=generator).tolist()
-        sizes[rank] = n
+        sizes = torch.randint(4 * E + 16, (W,), generator=generator).tolist()
         drawn = [torch.randint(E, (size,), generator=generator) for size in sizes]
         tables.append(torch.stack([each.bincount(minlength=E) for each in drawn]))
     for expert in range(E):
         tables.append(torch.zeros(W, E, dtype=torch.int64))
-        tables[-1][:, expert] = n
+        tables[-1][:, expert] = 4 * E
     for M in tables:
         mine = M[:, rank * own : (rank + 1) * own].contiguous()
         whose = torch.arange(own).repeat(W).repeat_interleave(mine.reshape(-1))
