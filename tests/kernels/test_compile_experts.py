@@ -88,7 +88,7 @@ BOTH_WAYS = [
 
 
 def test_rows_of_experts_become_fused_ops(ranks: Any) -> None:
-    for experts, shares in ranks(2, held):
+    for experts, shares in ranks(2, held, timeout_s=300):
         assert [each for each in experts if each] == BOTH_WAYS
         assert shares == [[MOVED] * 2, [MOVED] * 2]
 
@@ -96,7 +96,7 @@ def test_rows_of_experts_become_fused_ops(ranks: Any) -> None:
 @pytest.mark.slow
 def test_rows_of_experts_that_are_cast(ranks: Any) -> None:
     for count in 2, 4:  # four ranks have an expert each
-        for (experts,) in ranks(count, held, True):
+        for (experts,) in ranks(count, held, True, timeout_s=300):
             assert [each for each in experts if each] == BOTH_WAYS
 
 

@@ -200,14 +200,14 @@ def with_compiled_autograd(flag: bool) -> list[str]:
 
 @pytest.mark.slow
 def test_dynamic_shapes(ranks: Any) -> None:
-    for found in ranks(2, by_symbols):
+    for found in ranks(2, by_symbols, timeout_s=300):
         assert found == TRAINED
 
 
 @pytest.mark.slow
 def test_compiled_autograd(ranks: Any) -> None:
     for flag in True, False:
-        for found in ranks(2, with_compiled_autograd, flag):
+        for found in ranks(2, with_compiled_autograd, flag, timeout_s=300):
             assert found == TRAINED
 
 
