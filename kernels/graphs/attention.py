@@ -24,6 +24,7 @@ from weft.collectives.custom_ops import world_of
 from weft.kernels.flash.geometry import to_zigzag
 from weft.kernels.graphs.building import (
     Builder,
+    RefusedError,
     ancestors,
     erase,
     evaluated,
@@ -77,10 +78,6 @@ class _Shards(NamedTuple):
         return self.gather.all_input_nodes[0]
 
 
-class _RefusedError(Exception):
-    """Why attention stays as it is, in a word."""
-
-
 def fuse_attention(graph: Graph) -> tuple[list[Receipt], dict[Node, str]]:
     """Make ring attention of attention to what is gathered.
 
@@ -98,7 +95,7 @@ def fuse_attention(graph: Graph) -> tuple[list[Receipt], dict[Node, str]]:
                 gone += _replace_attention(graph, node, given, keys, values)
             else:
                 stay |= dict.fromkeys(gathers, "keys and values are not both gathered")
-        except _RefusedError as refused:
+        except RefusedError as refused:
             stay |= dict.fromkeys(gathers, str(refused))
     return gone, stay
 
@@ -109,15 +106,15 @@ def _replace_attention(
     """Replace one attention, and its gradient if there is one.
 
     Raises:
-        _RefusedError: it cannot be; nothing has changed.
+        RefusedError: it cannot be; nothing has changed.
     """
     parts: Any
     group: Any
     _, parts, group = keys.gather.args
     if values.gather.args[1:] != (parts, group):
-        raise _RefusedError("keys and values are gathered over other ranks")
+        raise RefusedError("keys and values are gathered over other ranks")
     if _dim_after(keys) != 2 or _dim_after(values) != 2:
-        raise _RefusedError("keys are gathered along another dim than that of the sequence")
+        raise RefusedError("keys are gathered along another dim than that of the sequence")
     options, gathers = _ring_options(given, world_of(group)), (keys.gather, values.gather)
     what = f"attention, {options[2]} causal" if options[0] else "attention"
     backward = _gradient_of(node, keys, values)
@@ -259,7 +256,7 @@ def _gradient_of(node: Node, keys: _Shards, values: _Shards) -> Node | None:
     """The gradient of an attention.
 
     Raises:
-        _RefusedError: what is gathered, or what attention returns, has other uses.
+        RefusedError: what is gathered, or what attention returns, has other uses.
     """
     found: set[Node] = set()
 
@@ -270,7 +267,7 @@ def _gradient_of(node: Node, keys: _Shards, values: _Shards) -> Node | None:
             elif is_way(user):
                 walk(user, is_way, refusal)
             elif user is not node and refusal:
-                raise _RefusedError(_KEPT if user.op == "output" else refusal)
+                raise RefusedError(_KEPT if user.op == "output" else refusal)
 
     for shards in (keys, values):
         walk(shards.gather, _is_way, "what is gathered has other uses")
@@ -282,7 +279,7 @@ def _gradient_of(node: Node, keys: _Shards, values: _Shards) -> Node | None:
     backward, *others = found
     given = _arguments(node), _arguments(backward)
     if others or any(given[0][name] is not given[1][name] for name in ("query", "key", "value")):
-        raise _RefusedError("its gradient is not that of what it takes")
+        raise RefusedError("its gradient is not that of what it takes")
     return backward
 
 
@@ -303,7 +300,7 @@ def _sum_of(backward: Node, place: int, parts: int, group: Any) -> tuple[Node, l
     """What sums a gradient over ranks, and the steps before; None if nobody asks for it.
 
     Raises:
-        _RefusedError: something else is done with it.
+        RefusedError: something else is done with it.
     """
     grads = [user for user in backward.users if _result_index(user) == place and user.users]
     if not grads:
@@ -324,19 +321,19 @@ def _sum_of(backward: Node, place: int, parts: int, group: Any) -> tuple[Node, l
         is_cut = scattered_along(source, parts) == (node, dim) and waited(below) is not None
         if is_cut and how == ["sum", parts, group]:
             return below, steps
-    raise _RefusedError("gradients of keys are not summed and scattered as keys are gathered")
+    raise RefusedError("gradients of keys are not summed and scattered as keys are gathered")
 
 
 def _ring_options(given: dict[str, Any], place: tuple[int, int]) -> list[Any]:
     """causal, scale, layout, window and documents, as ring attention takes them.
 
     Raises:
-        _RefusedError: it does not take them.
+        RefusedError: it does not take them.
     """
     if given["dropout_p"]:
-        raise _RefusedError("it drops out")
+        raise RefusedError("it drops out")
     if given["is_causal"]:
-        raise _RefusedError("is_causal counts each rank's queries from 0")
+        raise RefusedError("is_causal counts each rank's queries from 0")
     mask = given.get("attn_mask", given.get("attn_bias"))
     layout = "contiguous" if mask is None else _layout_of(mask, *place)
     return [mask is not None, given["scale"], layout, None, None]
@@ -346,21 +343,21 @@ def _layout_of(mask: Node, rank: int, ranks: int) -> str:
     """How ranks hold a sequence whose queries see the keys up to their own position.
 
     Raises:
-        _RefusedError: the mask is another.
+        RefusedError: the mask is another.
     """
-    refused = _RefusedError("its mask is not that of causal attention")
+    refused = RefusedError("its mask is not that of causal attention")
     needed = ancestors([mask])
     compared = [node for node in needed if is_call(node, *_COMPARISONS)]
     rows, columns = [*shape(mask)][-2:] if len(shape(mask)) > 1 else (0, 0)
     if not all(isinstance(size, int) for size in shape(mask)):
-        raise _RefusedError("its mask has sizes that are not known")
+        raise RefusedError("its mask has sizes that are not known")
     if not is_constant(needed):
-        raise _RefusedError("its mask is made of more than positions")
+        raise RefusedError("its mask is made of more than positions")
     # Of one row, ranks could not tell from their own masks that it is causal.
     if len(compared) != 1 or rows < 2 or columns != rows * ranks:
         raise refused
     if mask.meta["val"].numel() > _MOST_PAIRS:
-        raise _RefusedError("its mask is too large to be evaluated")
+        raise RefusedError("its mask is too large to be evaluated")
     with evaluated(mask) as value:
         assert value is not None
         at = torch.arange(columns)

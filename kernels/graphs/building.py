@@ -11,7 +11,22 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, Node
 
-from weft.kernels.graphs.chains import COLLECTIVES, aten, is_call, is_reshape, shape
+from weft.kernels.graphs.chains import COLLECTIVES, aten, c10d, is_call, is_reshape, shape
+
+# Linear in integers, or indexing by them.
+_STEPS = {
+    "view", "reshape", "_unsafe_view", "permute", "transpose", "t", "clone", "alias", "detach",
+    "unsqueeze", "squeeze", "expand", "select", "slice", "split", "split_with_sizes", "cat",
+    "sum", "cumsum", "add", "sub", "neg", "index", "index_put", "repeat_interleave", "arange",
+    "iota", "full", "zeros", "ones", "empty", "new_empty", "new_zeros", "_to_copy",
+    "convert_element_type", "device_put", "_local_scalar_dense", "sym_size", "repeat",
+}  # fmt: skip
+_OF_NUMBERS = (operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv)
+UNKNOWN = "its order is made of more than counts"
+
+
+class RefusedError(Exception):
+    """Why something stays as it is, in a word."""
 
 
 class Builder:
@@ -173,6 +188,45 @@ def evaluated(node: Node) -> Iterator[torch.Tensor | None]:
             on_cpu = {"device": "cpu"} if "device" in kwargs else {}
             values[each] = each.target(*args, **kwargs | on_cpu)
         yield values[node]
+
+
+def is_step(node: Node) -> bool:
+    """Whether it is linear in integers, or indexes by them."""
+    schema = getattr(node.target, "_schema", None)
+    plain = node.target in (*_OF_NUMBERS, torch.sym_sum, c10d.wait_tensor.default)
+    return node.op == "call_function" and (
+        plain or (schema is not None and schema.name.partition("::")[2] in _STEPS)
+    )
+
+
+def played(wanted: Any, known: dict[Node, Any]) -> list[Any]:
+    """The values of nodes, made of those that are known.
+
+    Raises:
+        RefusedError: they are made of others, or by other than steps on integers.
+    """
+    values = dict(known)
+
+    def value(node: Node) -> Any:
+        if node not in values:
+            if not is_step(node):
+                raise RefusedError(UNKNOWN)
+            target: Any = node.target
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), value)
+            if target in (c10d.wait_tensor.default, torch.ops.prims.device_put.default):
+                target, args, kwargs = operator.getitem, (args, 0), {}
+            here = {"device": "cpu"} if "device" in kwargs else {}
+            try:
+                made = target(*args, **kwargs | here)
+            except (RuntimeError, ValueError, IndexError, TypeError):
+                raise RefusedError(UNKNOWN) from None  # it is not for all counts
+            if isinstance(made, torch.Tensor) and made.dtype not in (torch.int64, torch.int32):
+                raise RefusedError(UNKNOWN)
+            values[node] = made
+        return values[node]
+
+    found: list[Any] = torch.fx.map_arg(wanted, value)
+    return found
 
 
 def erase(graph: Graph, node: Node) -> None:

@@ -10,12 +10,13 @@ data. But it is made of counts alone, which ranks exchange first, and the graph 
     counts (E,) --> all_to_all --> theirs (W, E / W) --> receives, order, offs
         '------------------------------------------------> sends
 
-So these steps are run, when torch compiles, on tables of counts of all ranks: drawn ones, and those
-in which one expert gets all. Only steps that are linear in counts, or index by them, are taken, as
-no threshold may hide between two tables; what they make must be what the fused ops do. With counts
-as ids, an expert a row, these do just that: no row is rounded or added to another, and gradients
-are the same two chains. Forward and backward are rewritten before torch cuts them apart, as the
-backward alone has not the steps. If ranks' rows at run time are not as counted, `route` raises.
+So these steps are run, when torch compiles, on tables of counts of all ranks, the same tables on
+all of them: drawn ones, and those in which one expert gets all. Only steps that are linear in
+counts, or index by them, are taken, as no threshold may hide between two tables. What they make
+must be what the fused ops do. With counts as ids, an expert a row, these do just that: no row is
+rounded or added to another, and gradients are the same two chains. Forward and backward are
+rewritten before torch cuts them apart, as the backward alone has not the steps. If rows at run time
+are not as counted, `route` raises.
 """
 
 from __future__ import annotations
@@ -32,7 +33,15 @@ from torch.fx import Graph, Node
 from weft import settings
 from weft.collectives.custom_ops import world_of
 from weft.kernels.engine.local_matmul import on_cpu
-from weft.kernels.graphs.building import Builder, erase, tell_as
+from weft.kernels.graphs.building import (
+    UNKNOWN,
+    Builder,
+    RefusedError,
+    erase,
+    is_step,
+    played,
+    tell_as,
+)
 from weft.kernels.graphs.chains import (
     COLLECTIVES,
     aten,
@@ -55,15 +64,6 @@ _TAKERS = (
     _ops.dispatch_grouped_matmul.default,
     _ops.grouped_matmul_combine.default,
 )
-# Linear in integers, or indexing by them.
-_STEPS = {
-    "view", "reshape", "_unsafe_view", "permute", "transpose", "t", "clone", "alias", "detach",
-    "unsqueeze", "squeeze", "expand", "select", "slice", "split", "split_with_sizes", "cat",
-    "sum", "cumsum", "add", "sub", "neg", "index", "index_put", "repeat_interleave", "arange",
-    "iota", "full", "zeros", "ones", "empty", "new_empty", "new_zeros", "_to_copy",
-    "convert_element_type", "device_put", "_local_scalar_dense", "sym_size", "repeat",
-}  # fmt: skip
-_OF_NUMBERS = (operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv)
 _DRAWN = 8
 
 
@@ -106,10 +106,6 @@ class _Move(NamedTuple):
     scatters: bool
 
 
-class _RefusedError(Exception):
-    """Why rows move by themselves, in a word."""
-
-
 def fuse_experts(graph: Graph) -> tuple[list[Receipt], dict[Node, str]]:
     """Fuse what moves rows of experts, on CPUs, with the order of rows and matmuls.
 
@@ -122,7 +118,7 @@ def fuse_experts(graph: Graph) -> tuple[list[Receipt], dict[Node, str]]:
     for node in [each for each in graph.nodes if _moves_counted_rows(each)]:
         try:
             gone.append(_fuse(node, routings))
-        except _RefusedError as refused:
+        except RefusedError as refused:
             stay[node] = str(refused)
     return gone, stay
 
@@ -144,16 +140,16 @@ def _fuse(node: Node, routings: dict[Node, list[Node]]) -> Receipt:
         routings: those that the graph has, by the exchange of their counts.
 
     Raises:
-        _RefusedError: it cannot be; nothing has changed.
+        RefusedError: it cannot be; nothing has changed.
     """
     waits = [user for user in node.users if is_call(user, c10d.wait_tensor.default)]
     if len(waits) != 1 or not all(_asks_rows(user) for user in node.users if user not in waits):
-        raise _RefusedError("its result is used before it is waited for")
+        raise RefusedError("its result is used before it is waited for")
     table = _table_of(node)
     if _is_out(node, table):
         return _send(_ordered_out(node, waits[0]), table, routings)
     if table.exchange not in routings:
-        raise _RefusedError("its rows were not sent here by the same counts")
+        raise RefusedError("its rows were not sent here by the same counts")
     return _return(_ordered_back(node, waits[0]), table, routings[table.exchange])
 
 
@@ -164,12 +160,12 @@ def _send(move: _Move, table: _Table, routings: dict[Node, list[Node]]) -> Recei
     users = dict.fromkeys(user for each in taken for user in each.users)
     products = [user for user in users if _multiplies(user) and user.args[0] in taken]
     if not products:
-        raise _RefusedError("no grouped matmul takes its rows in that order")
+        raise RefusedError("no grouped matmul takes its rows in that order")
     _check_order(move, table, products)
     at, before = Builder(node.graph, rows), Builder(node.graph, node)
     weights = [product.args[1] for product in products]
     if not at.can_hoist(weights):
-        raise _RefusedError("what multiplies its rows is gathered later")
+        raise RefusedError("what multiplies its rows is gathered later")
     told = receipt_of(node, "dispatch_grouped_matmul", counted(len(products), "matmul"))
     received = _total(before, receives)
     if table.exchange not in routings:
@@ -306,10 +302,7 @@ def _puts(node: Node, rows: Node | None = None) -> bool:
 def _only(index: Any) -> Node:
     if len(index) == 1 and isinstance(index[0], Node):
         return index[0]
-    raise _RefusedError(_UNKNOWN)
-
-
-_UNKNOWN = "its order is made of more than counts"
+    raise RefusedError(UNKNOWN)
 
 
 def _table_of(node: Node) -> _Table:
@@ -322,22 +315,30 @@ def _table_of(node: Node) -> _Table:
         seen.add(each)
         if is_call(each, *COLLECTIVES):
             found.add(each)
-        elif _is_step(each):
+        elif is_step(each):
             left += [n for n in each.all_input_nodes if n not in seen]
     if len(found) != 1:
-        raise _RefusedError("its numbers of rows are not made of one exchange of counts")
+        raise RefusedError("its numbers of rows are not made of one exchange of counts")
     exchange = found.pop()
     counts = exchange.all_input_nodes[0]
     while is_reshape(counts) or is_call(counts, aten.clone.default):
         counts = counts.all_input_nodes[0]
-    value, sizes = counts.meta["val"], [*shape(counts), *shape(exchange)]
-    is_known = all(isinstance(size, int) for size in sizes) and not value.is_floating_point()
-    takes = (_EXCHANGE, c10d.all_gather_into_tensor.default)
-    if not is_call(exchange, *takes) or exchange.args[-1] != group or not is_known:
-        raise _RefusedError("its numbers of rows are not made of one exchange of counts")
-    if value.numel() % world_of(str(group))[1]:
-        raise _RefusedError("ranks have unequal numbers of experts")
-    return _Table(counts, exchange)
+    sizes = [*shape(counts), *shape(exchange)]
+    is_known = all(isinstance(size, int) for size in sizes)
+    is_of_counts = not counts.meta["val"].is_floating_point() and exchange.args[-1] == group
+    if not is_known or not is_of_counts or not _brings_all(exchange):
+        raise RefusedError("its numbers of rows are not made of one exchange of counts")
+    table = _Table(counts, exchange)
+    if table.experts % world_of(str(group))[1]:
+        raise RefusedError("ranks have unequal numbers of experts")
+    return table
+
+
+def _brings_all(exchange: Node) -> bool:
+    """Whether it is an all_gather, or an all_to_all of equal parts."""
+    if is_call(exchange, _EXCHANGE):
+        return len({*exchange.args[1], *exchange.args[2]}) == 1  # type: ignore[misc]
+    return is_call(exchange, c10d.all_gather_into_tensor.default)
 
 
 class _Wanted(NamedTuple):
@@ -361,18 +362,15 @@ def _wanted(node: Node, table: _Table) -> Iterable[_Wanted]:
     rank, W = world_of(str(node.args[3]))
     E, generator = table.experts, torch.Generator().manual_seed(0)
     own = E // W
-    # What this rank sends may be a number of the graph, to which its counts must add up.
-    rows = [shape(each)[0] for each in (node.all_input_nodes[0], node)]
-    n = next((size for size in rows if isinstance(size, int)), 17)
+    # The same on all ranks, whatever rows they have, as all of them must find the same.
     tables = []
     for _ in range(_DRAWN):
-        sizes = torch.randint(2 * n + 1, (W,), generator=generator).tolist()
-        sizes[rank] = n
+        sizes = torch.randint(4 * E + 16, (W,), generator=generator).tolist()
         drawn = [torch.randint(E, (size,), generator=generator) for size in sizes]
         tables.append(torch.stack([each.bincount(minlength=E) for each in drawn]))
     for expert in range(E):
         tables.append(torch.zeros(W, E, dtype=torch.int64))
-        tables[-1][:, expert] = n
+        tables[-1][:, expert] = 4 * E
     for M in tables:
         mine = M[:, rank * own : (rank + 1) * own].contiguous()
         whose = torch.arange(own).repeat(W).repeat_interleave(mine.reshape(-1))
@@ -394,76 +392,37 @@ def _is_out(node: Node, table: _Table) -> bool:
     """Whether rows go to experts, rather than back.
 
     Raises:
-        _RefusedError: they go as others than the counts tell.
+        RefusedError: they go as others than the counts tell.
     """
     _, receives, sends, _ = node.args
     ways = {True, False}
     with unset_fake_temporarily(), torch.no_grad():
         for wanted in _wanted(node, table):
-            found = _played([receives, sends], wanted.known)
+            found = played([receives, sends], wanted.known)
             given = wanted.came, wanted.sent
             ways -= {True} if found != [*given] else set()
             ways -= {False} if found != [*reversed(given)] else set()
     if len(ways) != 1:
-        raise _RefusedError("its numbers of rows are not those of the counts")
+        raise RefusedError("its numbers of rows are not those of the counts")
     return ways.pop()
 
 
 def _check_order(move: _Move, table: _Table, products: list[Node]) -> None:
-    """Raise _RefusedError unless rows are in the order of experts, and multiplied so."""
+    """Raise RefusedError unless rows are in the order of experts, and multiplied so."""
     offs = [*dict.fromkeys(each.args[2] for each in products)]
     with unset_fake_temporarily(), torch.no_grad():
         for wanted in _wanted(move.collective, table):
             rows = torch.empty(sum(wanted.came if move.is_out else wanted.sent), 1)
             known = wanted.known | {move.collective: rows, move.arrived: rows}
-            *ends, index = _played([*offs, move.by], known)
+            *ends, index = played([*offs, move.by], known)
             order = wanted.order
             if move.scatters == move.is_out and move.by is not None:
                 order = order.argsort()
             index = torch.arange(len(order)) if index is None else index
             if not torch.equal(index.long(), order):
-                raise _RefusedError("its order is not that of experts")
+                raise RefusedError("its order is not that of experts")
             if any(each.tolist() != wanted.ends for each in ends):
-                raise _RefusedError("its experts end elsewhere than the counts tell")
-
-
-def _is_step(node: Node) -> bool:
-    """Whether it is linear in integers, or indexes by them."""
-    schema = getattr(node.target, "_schema", None)
-    plain = node.target in (*_OF_NUMBERS, torch.sym_sum, c10d.wait_tensor.default)
-    return node.op == "call_function" and (
-        plain or (schema is not None and schema.name.partition("::")[2] in _STEPS)
-    )
-
-
-def _played(wanted: Any, known: dict[Node, Any]) -> list[Any]:
-    """The values of nodes, made of those that are known.
-
-    Raises:
-        _RefusedError: they are made of others, or by other than steps on integers.
-    """
-    values = dict(known)
-
-    def value(node: Node) -> Any:
-        if node not in values:
-            if not _is_step(node):
-                raise _RefusedError(_UNKNOWN)
-            target: Any = node.target
-            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), value)
-            if target in (c10d.wait_tensor.default, torch.ops.prims.device_put.default):
-                target, args, kwargs = operator.getitem, (args, 0), {}
-            here = {"device": "cpu"} if "device" in kwargs else {}
-            try:
-                made = target(*args, **kwargs | here)
-            except (RuntimeError, ValueError, IndexError, TypeError):
-                raise _RefusedError(_UNKNOWN) from None  # it is not for all counts
-            if isinstance(made, torch.Tensor) and made.dtype not in (torch.int64, torch.int32):
-                raise _RefusedError(_UNKNOWN)
-            values[node] = made
-        return values[node]
-
-    found: list[Any] = torch.fx.map_arg(wanted, value)
-    return found
+                raise RefusedError("its experts end elsewhere than the counts tell")
 
 
 def fuse_exchange(graph: Graph, node: Node) -> Outcome:

@@ -46,14 +46,20 @@ def step(call: Any, model: nn.Module, given: list[torch.Tensor]) -> list[torch.T
     ]
 
 
-def held() -> list[list[list[tuple[str, str]]]]:
-    """The graphs' receipts; results are bitwise those of torch's own collectives."""
+def held(wide: bool = False) -> list[list[list[tuple[str, str]]]]:
+    """The graphs' receipts; results are bitwise those of torch's own collectives.
+
+    Args:
+        wide: whether tokens are in fp32, and are cast to be multiplied.
+    """
     found = []
     tokens = 9 + dist.get_rank()
     inputs: dict[type[nn.Module], list[list[torch.Tensor]]] = {
         Experts: [routed(tokens, None), routed(tokens, 2), routed(tokens, 0)],
         Shares: [[torch.randn(6, H)]],
     }
+    if wide:
+        inputs = {Experts: [[g.float() if g.is_floating_point() else g for g in routed(9, None)]]}
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         for kind, calls in inputs.items():
             torch.manual_seed(0)
@@ -74,15 +80,24 @@ def held() -> list[list[list[tuple[str, str]]]]:
 MOVED = ("all_to_all", "rows of matmuls, through shared memory")
 
 
+SEND, BACK = "dispatch_grouped_matmul", "grouped_matmul_combine"
+BOTH_WAYS = [
+    [(SEND, "2 matmuls"), (BACK, "a matmul"), (SEND, "1 matmul"), (BACK, "rows alone")],
+    [MOVED],  # counts
+]
+
+
 def test_rows_of_experts_become_fused_ops(ranks: Any) -> None:
-    send, back = "dispatch_grouped_matmul", "grouped_matmul_combine"
-    both_ways = [
-        [(send, "2 matmuls"), (back, "a matmul"), (send, "1 matmul"), (back, "rows alone")],
-        [MOVED],  # counts
-    ]
-    for experts, shares in ranks(2, held):
-        assert [each for each in experts if each] == both_ways
+    for experts, shares in ranks(2, held, timeout_s=300):
+        assert [each for each in experts if each] == BOTH_WAYS
         assert shares == [[MOVED] * 2, [MOVED] * 2]
+
+
+@pytest.mark.slow
+def test_rows_of_experts_that_are_cast(ranks: Any) -> None:
+    for count in 2, 4:  # four ranks have an expert each
+        for (experts,) in ranks(count, held, True, timeout_s=300):
+            assert [each for each in experts if each] == BOTH_WAYS
 
 
 class ByRank(Experts):
@@ -131,19 +146,26 @@ def ordered_otherwise(kind: type[Experts], strict: bool = False) -> Any:
 def test_an_order_that_is_not_that_of_experts_stays(ranks: Any) -> None:
     """Rows move by themselves, and the receipt says why."""
     whys = {
-        ByRank: ["its order is not that of experts"] * 2,
+        ByRank: [
+            "its order is not that of experts",
+            "its rows were not sent here by the same counts",
+        ],
         Dropping: ["its order is made of more than counts"] * 2,
     }
     for kind, told in whys.items():
         alone = [(MOVED[0], f"{MOVED[1]}: {why}") for why in told]
-        for found in ranks(2, ordered_otherwise, kind):
+        for found in ranks(2, ordered_otherwise, kind, timeout_s=300):
             assert found == [[MOVED, *alone]]
-    for error in ranks(2, ordered_otherwise, ByRank, True):
+
+
+@pytest.mark.slow
+def test_strict_tells_of_an_order_that_is_not_that_of_experts(ranks: Any) -> None:
+    for error in ranks(2, ordered_otherwise, ByRank, True, timeout_s=300):
         assert "strict=True" in error and "its order is not that of experts" in error
 
 
 @pytest.mark.slow
 def test_an_order_may_be_told_by_its_inverse(ranks: Any) -> None:
-    fused = [("dispatch_grouped_matmul", "2 matmuls"), ("grouped_matmul_combine", "a matmul")]
-    for found in ranks(2, ordered_otherwise, Inverse):
+    fused = [(SEND, "2 matmuls"), (BACK, "a matmul")]
+    for found in ranks(2, ordered_otherwise, Inverse, timeout_s=300):
         assert found == [[*fused, MOVED]]

@@ -4,21 +4,45 @@ from __future__ import annotations
 
 import os
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._functional_collectives import all_gather_tensor, all_reduce
+from torch._dynamo import compiled_autograd
+from torch.distributed._functional_collectives import (
+    all_gather_tensor,
+    all_gather_tensor_autograd,
+    all_reduce,
+    reduce_scatter_tensor_autograd,
+)
 
 import weft
+from weft.kernels.graphs import backend
 from weft.kernels.graphs.backend import CompilePass
 from weft.kernels.graphs.receipts import Receipts, receipts_of
 
 H = 8
+TRAINED = ["all_gather_matmul", "matmul_reduce_scatter"] * 2
 BOTH = ["all_gather_matmul", "matmul_all_reduce"]
+
+
+class Trained(nn.Module):
+    """The same, with collectives that have gradients."""
+
+    def __init__(self, of: Products) -> None:
+        super().__init__()
+        self.up, self.down = of.up, of.down
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gathered = all_gather_tensor_autograd(x, 0, dist.group.WORLD)
+        y = self.down(torch.relu(self.up(gathered)))
+        made: torch.Tensor = reduce_scatter_tensor_autograd(y, "sum", 0, dist.group.WORLD)
+        return made
 
 
 class Products(nn.Module):
@@ -34,7 +58,7 @@ class Products(nn.Module):
         return y
 
 
-def products() -> tuple[nn.Module, torch.Tensor]:
+def products() -> tuple[Products, torch.Tensor]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -134,6 +158,57 @@ def packaged() -> list[str]:
         )
         same(torch._inductor.aoti_load_package(path)(x), model(x))
     return [name for receipts in told for name in fused(receipts)]
+
+
+def by_symbols() -> list[str]:
+    """One graph for any number of rows, forward and backward."""
+    plain, x = products()
+    model = Trained(plain).requires_grad_()
+    parameters = list(model.parameters())
+    compiled = torch.compile(model, backend=weft.compile_backend, dynamic=True)
+    for rows in 4, 2, 3:
+        results = []
+        for call in compiled, model:
+            given = x[:rows].clone().requires_grad_()
+            y = call(given)
+            results.append([y, *torch.autograd.grad(y.square().sum(), [given, *parameters])])
+        for mine, theirs in zip(*results, strict=True):
+            same(mine, theirs)
+    return fused(compiled)
+
+
+def with_compiled_autograd(flag: bool) -> list[str]:
+    """The backward is a graph of torch's compiled autograd: by its flag, or as its own context."""
+    plain_model, x = products()
+    model = Trained(plain_model).requires_grad_()
+    parameters, x = list(model.parameters()), x.requires_grad_()
+    plain = torch.autograd.grad(model(x).square().sum(), parameters)
+    told: list[Receipts] = []
+    with (
+        mock.patch.object(backend, "keep_receipts", lambda _, receipts: told.append(receipts)),
+        torch._dynamo.config.patch(compiled_autograd=flag),
+    ):
+        compiled = torch.compile(model, backend=weft.compile_backend)
+        whole = torch.compile(backend=weft.compile_backend)
+        with nullcontext() if flag else compiled_autograd._enable(whole):
+            compiled(x).square().sum().backward()
+    for mine, theirs in zip(parameters, plain, strict=True):
+        assert mine.grad is not None
+        same(mine.grad, theirs)
+    return [name for receipts in told for name in fused(receipts)]
+
+
+@pytest.mark.slow
+def test_dynamic_shapes(ranks: Any) -> None:
+    for found in ranks(2, by_symbols, timeout_s=300):
+        assert found == TRAINED
+
+
+@pytest.mark.slow
+def test_compiled_autograd(ranks: Any) -> None:
+    for flag in True, False:
+        for found in ranks(2, with_compiled_autograd, flag, timeout_s=300):
+            assert found == TRAINED
 
 
 @pytest.mark.slow
