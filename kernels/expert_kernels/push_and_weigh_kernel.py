@@ -59,7 +59,9 @@ def push_and_weigh_kernel(
 ) -> None:
     """Both in one launch: the first programs push. Grid: more than those, the same on all ranks."""
     PUSH: tl.constexpr = V.push
+    WEIGH: tl.constexpr = V.weigh
     PUSHERS: tl.constexpr = V.pushers
+    WIRE: tl.constexpr = PUSH.wire
     W: tl.constexpr = PUSH.world_size
     generation = signals.begin_call(link.signal_ptrs, rank)
     program = tl.program_id(0)
@@ -97,8 +99,8 @@ def push_and_weigh_kernel(
             experts,
             program - PUSHERS,
             tl.num_programs(0) - PUSHERS,
-            PUSH.wire,
-            V.weigh,
+            WIRE,
+            WEIGH,
         )
     if signals.end_call(link.signal_ptrs, rank, generation):
         signals.spoil(weighed.y, tl.cast(T, tl.int64) * H)
