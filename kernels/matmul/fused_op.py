@@ -2,8 +2,8 @@
 
     all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce     each has its spec, `OP`
         traced --> `FusedOp.traced`: the custom op of that name
-        resolve the group, compare the call across ranks --> `fused_plan`: check the operands, choose
-        an engine; kept
+        resolve the group, compare the call across ranks --> `fused_plan`: check the operands,
+        choose an engine; kept
             generic --> collectives and products that are differentiable themselves
             host, triton, hosts --> operands as matrices --> `FusedOp.apply` --> the caller's shape
 
