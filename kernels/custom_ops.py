@@ -57,7 +57,7 @@ def _flat(x: torch.Tensor, dim: int) -> torch.Tensor:
     return as_rows(x.movedim(dim, 0))
 
 
-def _scaled(scales: tuple[Any, ...]) -> dict[str, Any]:
+def _fp8_scales(scales: tuple[Any, ...]) -> dict[str, Any]:
     """Those of fp8 operands as the public functions take them."""
     return dict(zip(("scale_a", "scale_b", "out_dtype"), scales, strict=False))
 
@@ -88,7 +88,7 @@ def _all_gather_matmul(
         gather_dim=gather_dim,
         sizes=even_sizes(x, group_name, gather_dim, sizes),
         return_gathered=return_gathered,
-        **_scaled(scales),
+        **_fp8_scales(scales),
     )
     results = [*result[1], result[0]] if return_gathered else result
     *ys, last = (planes_of(y, _rows_dim(x, gather_dim)) for y in results)
@@ -193,7 +193,7 @@ def _matmul_reduce_scatter(
     wire_dtype: torch.dtype | None = None,
     *scales: Any,
 ) -> torch.Tensor:
-    given = {"reduce_op": reduce_op, "wire_dtype": wire_dtype, **_scaled(scales)}
+    given = {"reduce_op": reduce_op, "wire_dtype": wire_dtype, **_fp8_scales(scales)}
     y = reduce_scatter.matmul_reduce_scatter(
         x, w, group_name, bias=bias, scatter_dim=scatter_dim, **given
     )
@@ -277,7 +277,7 @@ def _matmul_all_reduce(
     wire_dtype: torch.dtype | None = None,
     *scales: Any,
 ) -> torch.Tensor:
-    given = {"reduce_op": reduce_op, "wire_dtype": wire_dtype, **_scaled(scales)}
+    given = {"reduce_op": reduce_op, "wire_dtype": wire_dtype, **_fp8_scales(scales)}
     return all_reduce.matmul_all_reduce(x, w, group_name, bias=bias, **given)
 
 

@@ -40,7 +40,7 @@ from weft.kernels.engine.local_matmul import (
     check_operands,
     conjugated,
 )
-from weft.kernels.matmul.fused_op import FusedFunction, FusedOp, plan_of
+from weft.kernels.matmul.fused_op import FusedFunction, FusedOp, fused_plan
 from weft.kernels.matmul.gather_engines import (
     BACKWARD,
     FORWARD,
@@ -166,7 +166,7 @@ def all_gather_matmul(
         check_operands(x, K, weights, biases, dtype)
         return _gather_plan(x, weights, group, gather_dim, lengths, widest)
 
-    plan = plan_of(OP.name, group, key, (x, *given), planned)
+    plan = fused_plan(OP.name, group, key, (x, *given), planned)
     front, engine = x.movedim(gather_dim, 0) if gather_dim else x, plan.engine
     batch = front.shape[1:-1]
     if engine == "generic":

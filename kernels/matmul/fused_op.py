@@ -2,8 +2,8 @@
 
     all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce     each has its spec, `OP`
         traced --> `FusedOp.traced`: the custom op of that name
-        resolve the group, compare the call across ranks --> `plan_of`: check the operands, choose
-        an engine; kept
+        resolve the group, compare the call across ranks --> `fused_plan`: check the operands,
+        choose an engine; kept
             generic --> collectives and products that are differentiable themselves
             host, triton, hosts --> operands as matrices --> `FusedOp.apply` --> the caller's shape
 
@@ -51,7 +51,7 @@ _Plan = TypeVar("_Plan")
 _plans = Plans[Any](f"{__name__}._plans")
 
 
-def plan_of(
+def fused_plan(
     op: str,
     group: Group,
     key: tuple[Hashable, ...],
@@ -270,7 +270,7 @@ class FusedSum(FusedOp):
             check_wire(wire_dtype, dtype)
             return self._checked(x, w, group, dim, bias, residual, dtype, wire_dtype)
 
-        plan = plan_of(self.name, group, key, tensors, checked)
+        plan = fused_plan(self.name, group, key, tensors, checked)
         engine, dim, sizes, shape = plan.engine, plan.dim, plan.sizes, plan.shape
         if engine == "generic":
             partial = scaled_partial(x, w, scaling) if scaling else partial_matmul(x, w)

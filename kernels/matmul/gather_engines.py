@@ -50,7 +50,7 @@ from weft.kernels.engine.local_matmul import (
     partial_mm,
     sum_dtype,
 )
-from weft.kernels.matmul.fused_op import plan_of
+from weft.kernels.matmul.fused_op import fused_plan
 
 if TYPE_CHECKING:
     from weft.kernels.matmul.all_gather_launch import AllGatherConfig
@@ -364,7 +364,7 @@ def _plan_inside(
         problem = gather_problem(x, weights, 0, rows)
         return GatherPlan(choose(problem, group, x.device), rows, told)
 
-    return plan_of("all_gather_matmul", group, ("inside", *rows, told), (x, *weights), made)
+    return fused_plan("all_gather_matmul", group, ("inside", *rows, told), (x, *weights), made)
 
 
 def _hosts_forward(

@@ -57,7 +57,7 @@ from weft.kernels.matmul.fused_op import (
     SumCall,
     SumFunction,
     SumPlan,
-    plan_of,
+    fused_plan,
     summed_reference,
 )
 from weft.kernels.matmul.gather_engines import gather_workspace
@@ -239,7 +239,7 @@ def _plan_inside(
         shape = [rows[group.rank], w.shape[1]]
         return SumPlan(choose(problem, group, x.device), 0, rows, rows, shape)
 
-    return plan_of(OP.name, group, ("inside", *rows, wire_dtype, told), (x, w), made)
+    return fused_plan(OP.name, group, ("inside", *rows, wire_dtype, told), (x, w), made)
 
 
 def _hosts_backward(given: ScatterGradient) -> Gradients:
