@@ -111,8 +111,10 @@ class Straight:
         if not launches.suit_kept_launches(given):
             return _OTHERWISE
         in_graph = self.launched.in_graph
-        if in_graph is not None and in_graph != torch.cuda.is_current_stream_capturing():
-            return _OTHERWISE
+        if in_graph is not None:
+            on_gpu = begun is not None and not begun[0].on_host
+            if in_graph != (on_gpu and torch.cuda.is_current_stream_capturing()):
+                return _OTHERWISE
         check_all()
         if self.agreed:
             learned = []
