@@ -317,7 +317,7 @@ def _collective_launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, 
         sizes_of = [8, 8] + [0] * (_W - 2)
         fetching = copy_engines.Fetching(ws, sizes_of, 8, dtype, 8, None, eager=True)
         fetching.publish(torch.empty(8, 8, dtype=dtype, device="meta"), None, 8, 32, 32)
-        fetching.start(torch.empty(8 * _W, 8, dtype=dtype, device="meta"), None, None)
+        fetching.start(torch.empty(16, 8, dtype=dtype, device="meta"), None, None)
         fetching.finish([torch.empty(8, 8, dtype=dtype, device="meta")] * 2)
     yield from (("signals of a stream", launch) for launch in caught)
     reduced = dtype in op.REDUCED
