@@ -230,8 +230,8 @@ IN_ATTENTION = [
     fault(
         "one row of keys too many",
         ring_keys,
-        "tl.where(wanted, row < rows, False)",
-        "tl.where(wanted, row < rows + 1, False)",
+        "tl.minimum(COPY_M, rows - first),",
+        "tl.minimum(COPY_M, rows - first) + 1,",
         RINGS,
         (BOUNDS, RACE),
     ),

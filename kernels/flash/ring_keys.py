@@ -33,18 +33,10 @@ import triton.language as tl
 
 from weft.collectives.device import signals
 from weft.kernels.device import tiles
+from weft.kernels.device.copies import copy_block
 from weft.kernels.flash.attention_tiles import Heads, bounds, head_ptr, interval
 from weft.kernels.flash.ring_call import area_ptr
-from weft.kernels.flash.ring_tables import (
-    all_rows,
-    base_of,
-    is_needed,
-    key_spans,
-    keys_held,
-    meets,
-    needed_rows_of,
-    span_of,
-)
+from weft.kernels.flash.ring_tables import base_of, is_needed, key_spans, keys_held, span_of
 
 
 class HeadKeys(NamedTuple):
@@ -98,60 +90,48 @@ def first_chunk(head, chunks, SHAPE: tl.constexpr):
 @triton.jit
 def publish_rows(to_ptr, x, H, heads, rows, SHAPE: tl.constexpr):
     """Publish `rows` rows of `heads` = B * H heads of x (Heads): the chunks of this program."""
-    _copy_rows(to_ptr, x, H, 0, H, heads // H, rows, all_rows(rows), SHAPE)
+    COPY_M: tl.constexpr = SHAPE.config.copy_m
+    chunks = tiles.cdiv(rows, COPY_M)
+    for unit in range(tl.program_id(0), heads * chunks, SHAPE.config.copy_programs):
+        head, first = unit // chunks, (unit % chunks).to(tl.int64) * COPY_M
+        batch, head_in_batch = tl.cast(head // H, tl.int64), tl.cast(head % H, tl.int64)
+        copy_block(
+            to_ptr + (tl.cast(head, tl.int64) * rows + first) * SHAPE.pitch,
+            head_ptr(x, batch, head_in_batch) + first * x.stride_m,
+            tl.minimum(COPY_M, rows - first),
+            SHAPE.head_dim,
+            SHAPE.pitch,
+            x.stride_m,
+            1,
+            COPY_M,
+            SHAPE.block_d,
+        )
 
 
 @triton.jit
 def _fetch_rows(out_ptr, shard_ptr, ring, source, rows, SHAPE: tl.constexpr):
     """Fetch the keys or values of `source` that are needed here: the chunks of this program."""
-    keys = ring.keys
-    pitch = tl.cast(rows, tl.int64) * SHAPE.pitch
-    shard = Heads(shard_ptr, keys.H_KV * pitch, pitch, tl.cast(SHAPE.pitch, tl.int64))
-    _copy_rows(
-        out_ptr, shard, keys.H_KV, keys.first, keys.fetched, keys.heads // keys.H_KV, rows,
-        needed_rows_of(ring.table, ring.rank, source, SHAPE), SHAPE,
-    )  # fmt: skip
-
-
-@triton.jit
-def _copy_rows(to_ptr, x, H, first, fetched, batches, rows, needed, SHAPE: tl.constexpr):
-    """Copy heads `first` .. of x (Heads), `fetched` of the H of every batch, one after another.
-
-    Of them the chunks of this program with `needed` rows. The next one is loaded while one is
-    stored: a program that waits for each gets 12 GB/s out of a chip's own memory.
-    """
-    PROGRAMS: tl.constexpr = SHAPE.config.copy_programs
-    chunks = tl.maximum(tiles.cdiv(rows, SHAPE.config.copy_m), 1)
-    count = fetched * chunks
-    for batch in range(batches):
-        begin = first_chunk(batch * H + first, chunks, SHAPE)
-        heads = head_ptr(x, tl.cast(batch, tl.int64), tl.cast(first, tl.int64))
-        to = to_ptr + tl.cast(batch, tl.int64) * fetched * rows * SHAPE.pitch
-        block = _load_chunk(heads, x, begin, chunks, count, rows, needed, SHAPE)
-        for unit in range(begin, count, PROGRAMS):
-            following = _load_chunk(heads, x, unit + PROGRAMS, chunks, count, rows, needed, SHAPE)
-            head, row, columns, inside = _place_of(unit, chunks, count, rows, needed, SHAPE)
-            at = (tl.cast(head, tl.int64) * rows + row) * SHAPE.pitch
-            tl.store(to + at[:, None] + columns[None, :], block, mask=inside)
-            block = following
-
-
-@triton.jit
-def _load_chunk(heads, x, unit, chunks, count, rows, needed, SHAPE: tl.constexpr):
-    head, row, columns, inside = _place_of(unit, chunks, count, rows, needed, SHAPE)
-    at = tl.cast(head, tl.int64) * x.stride_h + row.to(tl.int64) * x.stride_m
-    return tl.load(heads + at[:, None] + columns[None, :], mask=inside)
-
-
-@triton.jit
-def _place_of(unit, chunks, count, rows, needed, SHAPE: tl.constexpr):
-    """Head, rows and columns of a chunk, and what there is of it to copy."""
     COPY_M: tl.constexpr = SHAPE.config.copy_m
-    head, first = unit // chunks, unit % chunks * COPY_M
-    row, columns = first + tl.arange(0, COPY_M), tl.arange(0, SHAPE.block_d)
-    wanted = (unit < count) & meets(needed, first, first + COPY_M)
-    inside = tl.where(wanted, row < rows, False)
-    return head, row, columns, inside[:, None] & (columns < SHAPE.head_dim)[None, :]
+    keys, chunks = ring.keys, tiles.cdiv(rows, COPY_M)
+    for head in range(_fetched_heads(keys)):
+        global_head = head // keys.fetched * keys.H_KV + keys.first + head % keys.fetched
+        for chunk in range(
+            first_chunk(global_head, chunks, SHAPE), chunks, SHAPE.config.copy_programs
+        ):
+            first = chunk * COPY_M
+            last = tl.minimum(first + COPY_M, rows)
+            if is_needed(ring.table, ring.rank, source, first, last, SHAPE):
+                copy_block(
+                    out_ptr + (tl.cast(head, tl.int64) * rows + first) * SHAPE.pitch,
+                    shard_ptr + (tl.cast(global_head, tl.int64) * rows + first) * SHAPE.pitch,
+                    last - first,
+                    SHAPE.head_dim,
+                    SHAPE.pitch,
+                    SHAPE.pitch,
+                    1,
+                    COPY_M,
+                    SHAPE.block_d,
+                )
 
 
 @triton.jit

@@ -167,32 +167,16 @@ def keys_held(table_ptr, source, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def needed_rows_of(table_ptr, rank, source, SHAPE: tl.constexpr):
-    """What queries of `rank` may see of the rows of `source`: (begin, end) twice."""
+def is_needed(table_ptr, rank, source, first, last, SHAPE: tl.constexpr):
+    """Whether a query of `rank` may see any of rows first .. last - 1 of `source`."""
     SPANS: tl.constexpr = SHAPE.spans
     words = table_ptr + SHAPE.world_size * (2 * SPANS * 3 + 2)
     words += (rank * SHAPE.world_size + source) * SPANS * 2
-    last = 2 * (SPANS - 1)
-    return tl.load(words), tl.load(words + 1), tl.load(words + last), tl.load(words + last + 1)
-
-
-@triton.jit
-def all_rows(rows):
-    """As `needed_rows_of`, if all are needed."""
-    return 0, rows, 0, rows
-
-
-@triton.jit
-def meets(needed, first, last):
-    """Whether any of rows first .. last - 1 is among those of `needed_rows_of`."""
-    begin, end, second, second_end = needed
-    return ((first < end) & (begin < last)) | ((first < second_end) & (second < last))
-
-
-@triton.jit
-def is_needed(table_ptr, rank, source, first, last, SHAPE: tl.constexpr):
-    """Whether a query of `rank` may see any of rows first .. last - 1 of `source`."""
-    return meets(needed_rows_of(table_ptr, rank, source, SHAPE), first, last)
+    found = False
+    for span in tl.static_range(SPANS):
+        begin, end = tl.load(words + 2 * span), tl.load(words + 2 * span + 1)
+        found |= (first < end) & (begin < last)
+    return found
 
 
 @triton.jit
