@@ -34,6 +34,7 @@ from unittest.mock import patch
 import torch
 
 from weft.collectives.device import polling
+from weft.collectives.memory import repeatable
 from weft.collectives.memory.symmetric import SymmetricBuffer, open_buffers
 from weft.collectives.memory.waiter import Waiter, told_by
 from weft.collectives.memory.workspace import forget
@@ -263,6 +264,7 @@ class SoloWorld:
             return
         for _ in range(2 * depth):
             self._open_round(fn)
+        repeatable.straight.clear()  # these calls have filled tensors: none could be made straight
         team.learning = False
         for buffer in team.buffers:
             buffer.slots.fill_(0)
