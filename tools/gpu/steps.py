@@ -65,12 +65,13 @@ COMPILED = {
     "proof": "proof", "plain": "plain", "solo": "solo", "threads": "threads",
     "processes": "processes", "tune": "tune", "parts": "solo",
 }  # fmt: skip
-_LONG_S = {"doctor": 100.0, "sanitizer": 150.0}
+_LONG_S = {"doctor": 100.0, "sanitizer": 150.0, "all": 150.0}  # all calls mixed
 
 
 def case_s(step: str, case: str, device: str) -> float:
     """What a case may take; more where kernels are interpreted."""
-    return _LONG_S.get(case, STEPS[step].case_s) * (4 if device == "cpu" else 1)
+    last = case.rpartition("/")[2]
+    return _LONG_S.get(last, STEPS[step].case_s) * (4 if device == "cpu" else 1)
 
 
 @dataclass(frozen=True)
