@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from weft.collectives.ranks.group import group_name
+from weft.collectives.ranks.group import group_name, resolve
 from weft.dtensor.api import distribute_parameter
 from weft.dtensor.tensor import DTensor
 from weft.kernels import (
@@ -95,14 +95,16 @@ class ExpertParallel(ParallelStyle):
                 f"{type(module).__name__} with {shapes}: name the module of the experts alone, and "
                 f"stack their weights, or use weft.dispatch_grouped_matmul"
             )
-        known = known_experts(module)
+        name = group_name(device_mesh)
+        # Whatever a rank finds, they all make the same calls.
+        told = resolve(name).gather_objects(known_experts(module), "what experts compute")
+        known = told[0] if all(each == told[0] for each in told) else None
         for each in module.modules():
             for name, _ in list(each.named_parameters(recurse=False)):
                 distribute_parameter(each, name, device_mesh, [Shard(0)], self.src_data_rank)
         if isinstance(vars(module).get("num_experts"), int):
             own: Any = next(module.parameters())
             vars(module)["num_experts"] = len(own.to_local())
-        name = group_name(device_mesh)
         vars(module)["forward"] = partial(self._forward, module, module.forward, known, name)
         return module
 

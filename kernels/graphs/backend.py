@@ -99,7 +99,7 @@ def rewrite(graph: Graph, *, strict: bool = False, joint: bool = False) -> Recei
             found.append(Receipt(name, size, instead, "the same is gathered once", line))
         for line in summed.get(node, ()):
             found.append(Receipt(name, size, fused, "added up before, and moved once", line))
-        if (beside and not fused) or node in moved_alone:
+        if beside and (not fused or node in moved_alone):
             missed.append(receipt)
     if any(each.fused for each in found):
         graph.lint()

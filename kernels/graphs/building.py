@@ -21,7 +21,7 @@ _STEPS = {
     "iota", "full", "zeros", "ones", "empty", "new_empty", "new_zeros", "_to_copy",
     "convert_element_type", "device_put", "_local_scalar_dense", "sym_size", "repeat",
 }  # fmt: skip
-_OF_NUMBERS = (operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv)
+_OF_NUMBERS = (operator.getitem, operator.add, operator.sub, operator.mul)
 UNKNOWN = "its order is made of more than counts"
 
 
@@ -194,9 +194,21 @@ def is_step(node: Node) -> bool:
     """Whether it is linear in integers, or indexes by them."""
     schema = getattr(node.target, "_schema", None)
     plain = node.target in (*_OF_NUMBERS, torch.sym_sum, c10d.wait_tensor.default)
+    if is_call(node, aten.slice.Tensor) and _may_clamp(node):
+        return False
     return node.op == "call_function" and (
         plain or (schema is not None and schema.name.partition("::")[2] in _STEPS)
     )
+
+
+def _may_clamp(node: Node) -> bool:
+    """Whether a slice takes a fixed number of rows of what has as many as counts say."""
+    sliced: Any
+    dim: Any
+    sliced, dim, *ends = [*node.args[:4], 0, None, None][:4]
+    size = shape(sliced)[dim]
+    fixed = [end for end in ends if isinstance(end, int) and 0 < abs(end) < 1 << 62]
+    return bool(fixed) and not isinstance(size, int)
 
 
 def played(wanted: Any, known: dict[Node, Any]) -> list[Any]:

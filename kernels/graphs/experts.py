@@ -365,7 +365,7 @@ def _wanted(node: Node, table: _Table) -> Iterable[_Wanted]:
     # The same on all ranks, whatever rows they have, as all of them must find the same.
     tables = []
     for _ in range(_DRAWN):
-        sizes = torch.randint(4 * E + 16, (W,), generator=generator).tolist()
+        sizes = torch.randint(1, 4 * E + 16, (W,), generator=generator).tolist()
         drawn = [torch.randint(E, (size,), generator=generator) for size in sizes]
         tables.append(torch.stack([each.bincount(minlength=E) for each in drawn]))
     for expert in range(E):

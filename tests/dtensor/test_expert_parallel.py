@@ -123,6 +123,8 @@ class RoundedExperts(SortedExperts):
 class PlainExperts(nn.Module):
     """Without gates, and with features in the first dim of w1: what `x @ w1` takes."""
 
+    gate = staticmethod(functional.gelu)
+
     def __init__(self, transposed: bool) -> None:
         super().__init__()
         self.transposed = transposed
@@ -132,7 +134,56 @@ class PlainExperts(nn.Module):
     def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
         ends = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
         w1, w2 = (w if self.transposed else w.mT for w in (self.w1, self.w2))
-        return grouped_matmul(functional.gelu(grouped_matmul(x, w1, ends)), w2, ends)
+        return grouped_matmul(self.gate(grouped_matmul(x, w1, ends)), w2, ends)
+
+
+def _in_fewer_bits(x: torch.Tensor) -> torch.Tensor:
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return (x / scale.clamp(min=1e-9)).round() * scale
+
+
+# Nearly silu, or silu only now and then.
+OTHER_GATES = (
+    torch.tanh,
+    functional.gelu,
+    lambda gate: functional.silu(gate.clamp(max=9)),
+    lambda gate: functional.silu(gate) * 1.02,
+    lambda gate: _in_fewer_bits(functional.silu(gate)),
+    lambda gate: functional.dropout(functional.silu(gate), 0.05),
+)
+
+
+class CountingExperts(SortedExperts):
+    """Of few rows each: what is over is zero."""
+
+    def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        most, ends = len(x) // 2, num_tokens_per_expert.cumsum(0)
+        first = (ends - num_tokens_per_expert).repeat_interleave(num_tokens_per_expert)
+        made = super().forward(x, num_tokens_per_expert)
+        return made * (torch.arange(len(x)) - first < most).unsqueeze(1)
+
+
+class WideExperts(RoundedExperts):
+    """Returns bf16 whatever it is given."""
+
+    def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, num_tokens_per_expert).bfloat16()
+
+
+def test_code_that_does_more_is_not_known() -> None:
+    plain = SortedExperts(3, False, torch.float32)
+    assert known_experts(plain) is not None
+    assert known_experts(CountingExperts(3, False, torch.float32)) is None
+    assert known_experts(WideExperts(3, False, torch.float32)) is None
+    plain.register_buffer("seen", torch.zeros(3))
+    assert known_experts(plain) is None
+    dropping = SortedExperts(3, False, torch.float32).eval()
+    dropping.drop = nn.Dropout(0.2)
+    dropping.gate = lambda gate: dropping.drop(functional.silu(gate))  # type: ignore[assignment]
+    assert known_experts(dropping) is None and not dropping.drop.training
+    without_gates = PlainExperts(False)
+    for without_gates.gate in lambda z: z * torch.sigmoid(1.702 * z), nn.LeakyReLU(0.01):
+        assert known_experts(without_gates) is None
 
 
 def test_what_the_code_of_experts_computes() -> None:
@@ -145,8 +196,7 @@ def test_what_the_code_of_experts_computes() -> None:
         ):
             assert known_experts(experts) == (ExpertLayout(names), "swiglu", None)
             assert experts.num_experts == 3
-            others = torch.tanh, functional.gelu, lambda gate: functional.silu(gate.clamp(max=9))
-            for experts.gate in others:
+            for experts.gate in OTHER_GATES:
                 assert known_experts(experts) is None
     with torch.device("meta"):
         rounded = RoundedExperts(3, False, torch.float32)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-import os
 import random
 import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -298,7 +298,7 @@ def untold_body() -> None:
     with on_hosts("AABB"):
         mesh = init_device_mesh("cpu", (2, 2))
         x = DTensor.from_local(torch.ones(2, 3), mesh, [S(0), R], run_check=False)
-        bound = patch.dict(os.environ, WEFT_TIMEOUT_S="1")
+        bound = patch.object(host_moves, "settings", SimpleNamespace(timeout_s=lambda: 0.1))
         with patch.object(host_moves, "_arrived", lambda *_: None), bound:
             moved = x.redistribute(placements=[R, R], async_op=True)
             with pytest.raises(weft.WeftError, match="has not told"):

@@ -623,7 +623,7 @@ def test_receipts_are_printed_by_the_variable_alone() -> None:
         asked = os.environ | {"WEFT_LOG": "compile"}
         made = subprocess.run(command, env=asked, capture_output=True, text=True, check=True)
         line = f"{name}: all_reduce(2) stays: no matmul makes it\n0 of 1 collectives fused\n"
-        assert made.stderr == line * 2
+        assert made.stderr.endswith(line * 2) and made.stderr.count("0 of 1") == 2
 
 
 def test_receipts_of_what_is_decorated() -> None:

@@ -21,6 +21,7 @@ from weft.markdown import markdown_lines
 
 _Found = Mapping[tuple[str, str], Mapping[str, Any]]
 _ATTENTION = ("flash", "cuDNN")
+_RAISED = re.compile(r"[\w.]*(Error|Exception|Timeout|Interrupt)\b")  # what a traceback ends with
 _NEAR = 0.5  # a bound tells nothing of a problem of which the library reaches less than this
 
 
@@ -226,7 +227,8 @@ def _failures(found: _Found) -> list[str]:
     lines: list[str] = []
     for (step, case), entry in found.items():
         if entry["outcome"] == "failed":
-            last = entry["why"].strip().splitlines()[-1:] or [""]
+            why = entry["why"].strip().splitlines() or [""]
+            last = [line for line in why if _RAISED.match(line)][-1:] or why[-1:]
             lines += [f"- **{step}, {case}**: {last[0]}"]
             lines += [f"  - launched last by {each}" for each in entry.get("launches", ())]
     skipped: dict[str, list[str]] = {}

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import sys
+import sysconfig
 import threading
 import time
 import traceback
@@ -107,8 +108,11 @@ def append(record: Path, entry: dict[str, Any]) -> None:
 
 
 def told(error: BaseException) -> str:
-    """A traceback whose last line says what is wrong."""
-    return "".join(traceback.format_exception(error)).strip()
+    """A traceback whose last line says what is wrong; files as from here, or as packages."""
+    text = "".join(traceback.format_exception(error)).strip()
+    for folder in (Path(__file__).resolve().parents[2], sysconfig.get_path("purelib")):
+        text = text.replace(f"{folder}/", "")
+    return text
 
 
 def stacks() -> str:
