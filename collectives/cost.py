@@ -149,6 +149,11 @@ def machine(group: Group, device: torch.device) -> Machine:
         if kept and (_may_be_better_now(kept) or len(kept["between"]) != len(group.hosts)):
             kept = None
         if (kept := _of_first(group, kept)) is None:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "the rates of the machine are not known yet, and cannot be measured during "
+                    "CUDA-graph capture: run the call once before"
+                )
             return calibrate(group, device, tries + 1)
         found = _machines[group, device.type] = Machine(**kept)
     return found

@@ -125,7 +125,8 @@ def windows(
         widest: elements of the largest piece in one shot.
     """
     slots = 2 if config.two_shot else world_size
-    most = max(1, (_MOST_ROOM // slots - 2 * world_size * _SLOT_ALIGN) // itemsize)
+    room = _MOST_ROOM // slots - 2 * world_size * _SLOT_ALIGN
+    most = max(1, room // itemsize - _SLOT_ALIGN)  # the last one is longer by what others lack
     count = -(-widest // most)
     edges = [widest * i // count // _SLOT_ALIGN * _SLOT_ALIGN for i in range(count)] + [widest]
     return list(pairwise(edges)) if widest else []

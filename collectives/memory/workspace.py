@@ -155,6 +155,10 @@ class Workspace:
             self._repeated = self._repeater()
         return self._repeated((key, settings.timeout_s(), settings.sms()), operands, make)
 
+    def forget_launches(self) -> None:
+        """Let calls be made anew, and kept once more: `repeat`."""
+        self._repeated = None
+
     def _repeater(self) -> _Repeat:
         from weft.collectives.device import launches, signals
 

@@ -205,6 +205,12 @@ def dispatch_forward(
     )
 
 
+def _as_torch_takes(w: torch.Tensor) -> bool:
+    """Whether torch's grouped matmul reads weights (E, K, N) as they lie."""
+    inner, outer = sorted(w.stride()[1:])
+    return inner == 1 and outer % 8 == 0 and w.stride(0) % 8 == 0 and w.data_ptr() % 16 == 0
+
+
 def _rows_first(routing: Routing, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
     """See `rows_come_first`; `weft.explain` is told."""
     W, tp, E = routing.group.world_size, routing.tensor_parallel_size, len(weights[0])
@@ -212,8 +218,9 @@ def _rows_first(routing: Routing, x: torch.Tensor, weights: Sequence[torch.Tenso
     rows = expected_rows(routing.count, tp, W, E)
     chip = chip_of(x.device)
     first = (
-        (x.dtype == torch.bfloat16 and chip.descriptors and W > 1 and rows > 64)
+        (x.dtype == torch.bfloat16 and chip.descriptors and W > 1 and E > 0 and rows > 64)
         and aligned_sizes(x.shape[1], *Ns)
+        and all(_as_torch_takes(w) for w in weights)
         and rows_come_first(rows, Ns, x.shape[1], W, E, hardware_of(routing.group, x.device))
     )
     if first and settings.tracing():

@@ -60,7 +60,7 @@ def topk_router(
             f"k must be 1 to {E // groups * chosen_groups}, the experts that a token may go to, "
             f"got {k}"
         )
-    wide = in_sum_dtype(logits)
+    wide = in_sum_dtype(logits if logits.is_floating_point() else logits.float())
     scores = wide.softmax(-1) if scoring == "softmax" else wide.sigmoid()
     ranked = scores.detach() if bias is None else scores.detach() + bias.detach()
     if chosen_groups < groups:

@@ -146,7 +146,7 @@ def all_gather_matmul_kernel(
             )  # fmt: skip
     if DIRECT or COPIES > 0:
         in_vain = signals.end_call(link.signal_ptrs, rank, generation)
-    else:  # by copy engines: the exchange around this kernel ends the call
+    else:  # by copy engines: `copy_engines.Fetching.finish` ends the call
         in_vain = signals.failed(signals.peer_ptr(link.signal_ptrs, rank, tl.int64))
     if in_vain:
         _spoil(out, gathered, M, Ns, K, V)

@@ -326,9 +326,7 @@ def launch_all_gather_matmul(
             activation, keep_sums, with_own, scaling, config, chunk_rows, scales_at,
         )  # fmt: skip
 
-    # A single rank need not publish rows that it does not read back itself.
-    unread = W == 1 and in_place(x) and not with_own
-    shown, block = x[:0] if unread else x, (config.programs, config.copy_m, config.copy_n)
+    block = config.programs, config.copy_m, config.copy_n
     if config.copy_engines:
         assert gathered is not None
         fetching = copy_engines.Fetching(
@@ -338,9 +336,15 @@ def launch_all_gather_matmul(
         own = x if with_own else None
         # By name, as a rank alone on its chip puts another in its place: `weft.sim.run.solo`.
         doing(lambda *to: fetching.start(*to), gathered, scales, own, in_graph=not eager)
-        made = multiplied()
+        try:
+            made = multiplied()
+        except BaseException:
+            fetching.rejoin()  # before anybody else has the memory that is still copied to
+            raise
         fetching.finish([gathered] if scales is None else [gathered, scales])
     else:
+        # A single rank need not publish rows that it does not read back itself.
+        shown = x[:0] if W == 1 and in_place(x) and not with_own else x
         gathers.publish(shown, ws, gathers.pitch_of(K), *block, scales_of(row_scales), scales_at)
         made = multiplied()
     count = 1 if activation == "swiglu" else len(weights)

@@ -273,7 +273,7 @@ class Fetching:
 
         `results`: what these may have copied to after the consumer has spoilt it.
         """
-        doing(self._rejoin)
+        doing(self.rejoin)
         ws = self._ws
         flat = [x.as_strided((x.numel(),), (1,)).view(torch.int8) for x in results]
         pairs = tuple((x, x.numel()) for x in flat)
@@ -281,5 +281,6 @@ class Fetching:
             link_of(ws), ws.rank, pairs, WORLD_SIZE=ws.world_size, num_warps=4
         )
 
-    def _rejoin(self) -> None:
+    def rejoin(self) -> None:
+        """Have the current stream wait for the side streams."""
         self._beside.rejoin()

@@ -37,7 +37,7 @@ from weft.collectives.device import polling
 from weft.collectives.memory import repeatable
 from weft.collectives.memory.symmetric import SymmetricBuffer, open_buffers
 from weft.collectives.memory.waiter import Waiter, told_by
-from weft.collectives.memory.workspace import forget
+from weft.collectives.memory.workspace import forget, workspaces
 from weft.collectives.prices.hardware import Hardware
 from weft.collectives.ranks import pad
 from weft.collectives.ranks.group import Group, here, virtual_rank
@@ -71,7 +71,7 @@ class _Buffer:
     def __init__(
         self, world_size: int, pad_bytes: int, data_bytes: int, device: torch.device, hollow: bool
     ) -> None:
-        # One allocation, for pads that can be read and written together. The data hold NaNs. The
+        # One allocation, for pads that are read and written together. Half of the data hold NaN. The
         # segments of a hollow one begin a pad apart: the data of each lie over those of the others,
         # and over their pads, which nobody reads.
         nbytes = pad_bytes + data_bytes
@@ -265,6 +265,8 @@ class SoloWorld:
         for _ in range(2 * depth):
             self._open_round(fn)
         repeatable.straight.clear()  # these calls have filled tensors: none could be made straight
+        for ws in workspaces():
+            ws.forget_launches()
         team.learning = False
         for buffer in team.buffers:
             buffer.slots.fill_(0)
