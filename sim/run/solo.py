@@ -71,7 +71,7 @@ class _Buffer:
     def __init__(
         self, world_size: int, pad_bytes: int, data_bytes: int, device: torch.device, hollow: bool
     ) -> None:
-        # One allocation, for pads that are read and written together. Half of the data hold NaN. The
+        # One allocation, for pads that are read and written together. Half of the data is NaN. The
         # segments of a hollow one begin a pad apart: the data of each lie over those of the others,
         # and over their pads, which nobody reads.
         nbytes = pad_bytes + data_bytes
