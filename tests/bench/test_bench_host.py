@@ -25,9 +25,9 @@ def test_a_shard_is_copied_at_a_time_where_the_host_enqueues(tmp_path: Path) -> 
     given = ["--filter", "all_gather_matmul, 8192", "--rounds", "1", "--json", str(file)]
     assert command.main(given) == 0
     (row,) = json.loads(file.read_text())["calls"]
-    # Three streams wait for their first peer, seven shards are announced; a call begins, tells its
-    # peers and multiplies; it ends in three.
-    assert row["launches"] == 3 + 7 + 3 + 3
+    # Seven shards are copied, and announced by words; three streams are held, and the call begins,
+    # multiplies, and ends.
+    assert row["launches"] == 7 + 7 + 3 + 3
 
 
 def test_what_is_missing_is_told(
