@@ -95,9 +95,9 @@ class ExpertParallel(ParallelStyle):
                 f"{type(module).__name__} with {shapes}: name the module of the experts alone, and "
                 f"stack their weights, or use weft.dispatch_grouped_matmul"
             )
-        name = group_name(device_mesh)
+        group = group_name(device_mesh)
         # Whatever a rank finds, they all make the same calls.
-        told = resolve(name).gather_objects(known_experts(module), "what experts compute")
+        told = resolve(group).gather_objects(known_experts(module), "what experts compute")
         known = told[0] if all(each == told[0] for each in told) else None
         for each in module.modules():
             for name, _ in list(each.named_parameters(recurse=False)):
@@ -105,7 +105,7 @@ class ExpertParallel(ParallelStyle):
         if isinstance(vars(module).get("num_experts"), int):
             own: Any = next(module.parameters())
             vars(module)["num_experts"] = len(own.to_local())
-        vars(module)["forward"] = partial(self._forward, module, module.forward, known, name)
+        vars(module)["forward"] = partial(self._forward, module, module.forward, known, group)
         return module
 
     def _forward(

@@ -21,7 +21,7 @@ _STEPS = {
     "iota", "full", "zeros", "ones", "empty", "new_empty", "new_zeros", "_to_copy",
     "convert_element_type", "device_put", "_local_scalar_dense", "sym_size", "repeat",
 }  # fmt: skip
-_OF_NUMBERS = (operator.getitem, operator.add, operator.sub, operator.mul)
+_OF_NUMBERS = (operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv)
 UNKNOWN = "its order is made of more than counts"
 
 
@@ -232,6 +232,8 @@ def played(wanted: Any, known: dict[Node, Any]) -> list[Any]:
                 made = target(*args, **kwargs | here)
             except (RuntimeError, ValueError, IndexError, TypeError):
                 raise RefusedError(UNKNOWN) from None  # it is not for all counts
+            if target is operator.floordiv and made * args[1] != args[0]:
+                raise RefusedError(UNKNOWN)  # a threshold
             if isinstance(made, torch.Tensor) and made.dtype not in (torch.int64, torch.int32):
                 raise RefusedError(UNKNOWN)
             values[node] = made

@@ -177,12 +177,13 @@ def test_code_that_does_more_is_not_known() -> None:
     assert known_experts(WideExperts(3, False, torch.float32)) is None
     plain.register_buffer("seen", torch.zeros(3))
     assert known_experts(plain) is None
-    dropping = SortedExperts(3, False, torch.float32).eval()
-    dropping.drop = nn.Dropout(0.2)
+    dropping = SortedExperts(3, False, torch.float32)
+    dropping.drop = nn.Dropout(0.2).eval()
     dropping.gate = lambda gate: dropping.drop(functional.silu(gate))  # type: ignore[assignment]
     assert known_experts(dropping) is None and not dropping.drop.training
     without_gates = PlainExperts(False)
-    for without_gates.gate in lambda z: z * torch.sigmoid(1.702 * z), nn.LeakyReLU(0.01):
+    others = lambda z: z * torch.sigmoid(1.702 * z), lambda z: functional.leaky_relu(z, 0.01)
+    for without_gates.gate in others:
         assert known_experts(without_gates) is None
 
 
@@ -213,6 +214,7 @@ def test_what_the_code_of_experts_computes() -> None:
     assert known_experts(weights_at_the_input) is None
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_which_experts_are_fused() -> None:
     """By what is explained; and in the dtype that the code multiplies in."""
