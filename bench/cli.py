@@ -73,13 +73,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given and given[0] in _COMMANDS:
         command: Callable[[list[str]], int] = importlib.import_module(_COMMANDS[given[0]]).main
         return command(given[1:])
-    return _run(given)
+    return _run_and_report(given)
 
 
-def _run(given: list[str]) -> int:
+def _run_and_report(given: list[str]) -> int:
     from weft.bench import registry, runner
     from weft.bench.report import report, terminal
-    from weft.bench.report.tables import table_of
+    from weft.bench.report.tables import result_table
     from weft.bench.rows import Result
 
     parser = _parser()
@@ -107,28 +107,28 @@ def _run(given: list[str]) -> int:
 
     def show(result: Result) -> None:
         if result.cases:
-            terminal.show(table_of(result))
+            terminal.print_table(result_table(result))
         if result.suite == "ops":
             from weft.bench.suites import ops
 
-            print(ops.verdict(result.cases))
+            print(ops.engines_verdict(result.cases))
         if result.suite == "plan":
             from weft.bench.suites import plan
 
-            print(plan.verdict(result.cases))
+            print(plan.plan_verdict(result.cases))
 
     command = shlex.join(["weft", "bench", *given])
-    results = runner.run(wanted, options, command=command, on_result=show)
+    results = runner.run_suites(wanted, options, command=command, on_result=show)
     terminal.show_legend()
     if args.out and any(result.cases for result in results):
-        page = report.write([result for result in results if result.cases], args.out)
+        page = report.write_report([result for result in results if result.cases], args.out)
         print(f"wrote {args.out}: tables, plots, and the report, {page}")
     if any(result.interrupted for result in results):
         return 130
-    return int(any(failed(case) for result in results for case in result.cases))
+    return int(any(has_failed(case) for result in results for case in result.cases))
 
 
-def failed(case: Case) -> bool:
+def has_failed(case: Case) -> bool:
     """Whether something of ours did not run or was wrong: what cannot run here is no failure."""
     return bool(case.failure) or (case.main in case.variants and not case.variants[case.main].ok)
 
@@ -171,7 +171,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_machine_options(parser)
     parser.add_argument(
-        "--shapes", type=shapes.parse, nargs="+", metavar="SHAPE", help="problems of your own"
+        "--shapes",
+        type=shapes.parse_shapes,
+        nargs="+",
+        metavar="SHAPE",
+        help="problems of your own",
     )
     parser.add_argument(
         "--engines",

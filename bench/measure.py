@@ -101,7 +101,7 @@ def run_case(suite: Suite, spec: Spec, options: Options, ranks: TimedRanks) -> C
     calls: dict[str, Call] = {}
     oracle = None
     if (expect := prepared.expected) is not None:
-        oracle, case.failure, _ = _attempt(lambda: listed(expect()), ranks)
+        oracle, case.failure, _ = _attempt(lambda: as_list(expect()), ranks)
         if case.failure:
             return case
     for name, call in prepared.variants.items():
@@ -114,7 +114,7 @@ def run_case(suite: Suite, spec: Spec, options: Options, ranks: TimedRanks) -> C
     for name, why in prepared.absent.items():
         case.variants[name] = Timing(failure=why)
     case.bounds = {name: Timing() for name in prepared.bounds}
-    _time(case, calls, prepared, options, ranks)
+    _fill_in_times(case, calls, prepared, options, ranks)
     return case
 
 
@@ -163,7 +163,7 @@ def _checked(
     value, failure, decisions = _attempt(lambda: prepared.observe(call(0)), ranks)
     timing = Timing(failure=failure, engine=decisions[0].engine if decisions else "")
     if expected is not None and not failure:
-        off = deviation(listed(value), expected) / prepared.tolerance
+        off = deviation(as_list(value), expected) / prepared.tolerance
         timing.error = max(ranks.gather(off))
         if not timing.error <= 1:
             timing.failure = (
@@ -173,7 +173,7 @@ def _checked(
     return timing
 
 
-def listed(value: Tensors) -> list[torch.Tensor]:
+def as_list(value: Tensors) -> list[torch.Tensor]:
     """One tensor or several, as a list."""
     return [value] if isinstance(value, torch.Tensor) else list(value)
 
@@ -193,7 +193,7 @@ def deviation(got: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     return worst
 
 
-def _time(
+def _fill_in_times(
     case: Case, calls: Mapping[str, Call], prepared: Prepared, options: Options, ranks: TimedRanks
 ) -> None:
     """Fill in the times of a case's variants and bounds, on every rank."""

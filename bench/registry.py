@@ -36,12 +36,12 @@ def suite(name: str) -> Suite:
     """
     own = name.endswith(".py")
     found: Suite = (
-        _in_file(Path(name)) if own else importlib.import_module(f"weft.bench.suites.{name}")
+        _suite_in_file(Path(name)) if own else importlib.import_module(f"weft.bench.suites.{name}")
     )
     return found
 
 
-def _in_file(path: Path) -> Suite:
+def _suite_in_file(path: Path) -> Suite:
     """A suite of the user's own: imported by its plain name, as the ranks will do it again."""
     if not path.is_file():
         raise ValueError(f"no file {str(path)!r}")

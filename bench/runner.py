@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Around = Callable[[int], AbstractContextManager[Any]]
 
 
-def run(
+def run_suites(
     suites: Sequence[Suite],
     options: Options,
     *,
@@ -137,7 +137,7 @@ class _Run:
             try:
                 launch(
                     self.ranks,
-                    _rank_main,
+                    _cases_on_rank,
                     [(_module_name(suite), spec) for suite, spec in self.todo[self.done :]],
                     self.options,
                     self.around,
@@ -193,7 +193,7 @@ def _module_name(suite: Suite) -> str:
     return name
 
 
-def _rank_main(
+def _cases_on_rank(
     rank: int,
     progress: Callable[[Any], None],
     todo: Sequence[tuple[str, Spec]],

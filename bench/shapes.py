@@ -89,7 +89,7 @@ MODELS = {
 }  # fmt: skip
 
 
-def parse(text: str) -> tuple[Any, ...]:
+def parse_shapes(text: str) -> tuple[Any, ...]:
     """The entries of one word after `--shapes`: `Model`s and tuples of sizes."""
     if text in MODELS:
         return (MODELS[text],)
@@ -135,7 +135,7 @@ def _from_file(path: Path) -> tuple[Any, ...]:
             )
         entries.append(Model(name=name, **sizes))
     for row in rows:
-        entries += parse(",".join(map(str, row)) if isinstance(row, list) else str(row))
+        entries += parse_shapes(",".join(map(str, row)) if isinstance(row, list) else str(row))
     return tuple(entries)
 
 

@@ -55,7 +55,7 @@ def watch() -> Any:
 
     triton.compiler.CompiledKernel._init_handles = told
     hook = HOOK(on_launch)
-    driver.activate().stub_on_launch(hook)
+    driver.activate_stub().stub_on_launch(hook)
     return hook
 
 

@@ -125,14 +125,14 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Files of the repository are no pages of the site: of a link to one, the words stay."""
-    return _OUTSIDE.sub(_words, markdown)
+    return _OUTSIDE.sub(_link_words, markdown)
 
 
 # A link that leads above docs/, or to a source.
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)]*|[\w./]+\.(?:py|toml))\)")
 
 
-def _words(link: re.Match[str]) -> str:
+def _link_words(link: re.Match[str]) -> str:
     text = link[1]
     is_path = "/" in text and " " not in text and "`" not in text
     return f"`{text}`" if is_path else text

@@ -57,7 +57,7 @@ def _quickest(found: LayerTimes) -> str:
     return ", ".join(name for name, us in named if us == least)
 
 
-def layers() -> str:
+def host_scaling() -> str:
     """Strong and weak scaling, and from how many tokens a host on FSDP pays."""
     parts = [
         *_scaling("Strong scaling", lambda hosts: STRONG_TOKENS),
@@ -142,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--plans", action="store_true", help="time plans, too")
     args = parser.parse_args(argv)
     page = args.page.read_text()
-    made = {"layers": layers(), "ops": ops()} | ({"plans": plans()} if args.plans else {})
+    made = {"layers": host_scaling(), "ops": ops()} | ({"plans": plans()} if args.plans else {})
     for mark, text in made.items():
         page = between_marks(page, mark, text)
     args.page.write_text(page)

@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 from weft.bench.published import matmuls, sums
-from weft.bench.published.predict import predict
-from weft.bench.published.rows import SHIPPED, Row, read
+from weft.bench.published.predict import prediction_of
+from weft.bench.published.rows import SHIPPED, Row, read_rows
 from weft.collectives import protocols
 from weft.collectives.prices import hardware, library
 
@@ -85,14 +85,14 @@ def _reached(names: tuple[str, ...]) -> Callable[[float], None]:
 
 def loss(rows: list[Row]) -> float:
     """Mean |log error| of library rows."""
-    made = [predict(row) for row in rows]
+    made = [prediction_of(row) for row in rows]
     errors = [e.error for e in made if e.error is not None and e.kind == "library"]
     return sum(abs(math.log1p(error)) for error in errors) / len(errors)
 
 
 def main() -> None:
     """Run the command line."""
-    rows = read(SHIPPED)
+    rows = read_rows(SHIPPED)
     halves = [[row for row in rows if row.is_fitted_on is fitted] for fitted in (True, False)]
     print(f"mean |log error|: {loss(halves[0]):.4f} fitted on, {loss(halves[1]):.4f} held out")
     values = {each.name: each for each in constants()}

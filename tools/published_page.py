@@ -6,20 +6,20 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from weft.bench.published.command import summary
-from weft.bench.published.plot import draw
-from weft.bench.published.predict import Prediction, predict
-from weft.bench.published.rows import SHIPPED, op_words, read
+from weft.bench.published.command import error_groups
+from weft.bench.published.plot import draw_predictions
+from weft.bench.published.predict import Prediction, prediction_of
+from weft.bench.published.rows import SHIPPED, op_words, read_rows
 from weft.bench.report.tables import figure
 from weft.markdown import between_marks, markdown_lines
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "published.md"
 
 
-def tables(predictions: Sequence[Prediction]) -> str:
+def prediction_tables(predictions: Sequence[Prediction]) -> str:
     """Errors by group, then every row that has a prediction, by op."""
     parts = []
-    for title, groups in summary(predictions):
+    for title, groups in error_groups(predictions):
         rows = [
             (name, str(e.rows), f"{e.median:.0%}", f"{e.ninth:.0%}", f"{e.worst:.0%}")
             for name, e in groups
@@ -65,9 +65,9 @@ def _cells(each: Prediction) -> tuple[str, ...]:
 
 def main() -> None:
     """Write the page and its picture."""
-    predictions = [predict(row) for row in read(SHIPPED)]
-    draw(predictions, PAGE.with_suffix(".svg"))
-    PAGE.write_text(between_marks(PAGE.read_text(), "published", tables(predictions)))
+    predictions = [prediction_of(row) for row in read_rows(SHIPPED)]
+    draw_predictions(predictions, PAGE.with_suffix(".svg"))
+    PAGE.write_text(between_marks(PAGE.read_text(), "published", prediction_tables(predictions)))
 
 
 if __name__ == "__main__":

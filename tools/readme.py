@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = ("torch alone", "weft", "weft DTensor", "torch DTensor")
 
 
-def table(results: Path = ROOT / "bench" / "results") -> str:
+def readme_figures(results: Path = ROOT / "bench" / "results") -> str:
     """The lines between the README's markers."""
     names = ("mlp", "collectives", "loss")
     mlp, collectives, loss = (Result.read(results / f"{name}.json") for name in names)
@@ -26,16 +26,16 @@ def table(results: Path = ROOT / "bench" / "results") -> str:
         "",
         *markdown_lines(
             ("tokens x hidden x ffn", "arithmetic", *COLUMNS, "weft / arithmetic", "torch / weft"),
-            [_row(case) for case in mlp.cases],
+            [_mlp_row(case) for case in mlp.cases],
         ),
         "",
         f"{_collectives(collectives.cases)} {_loss(loss.cases)}",
-        *_on_gpus(results),
+        *_gpu_lines(results),
     ]
     return "\n".join(lines)
 
 
-def _row(case: Case) -> list[str]:
+def _mlp_row(case: Case) -> list[str]:
     bound, fraction, gain = case.bound_us, case.fraction("weft"), case.gain
     if bound is None or fraction is None or gain is None:
         raise ValueError(f"the case {case.name} of bench/results/mlp.json is not complete")
@@ -45,19 +45,20 @@ def _row(case: Case) -> list[str]:
 
 
 def _collectives(cases: list[Case]) -> str:
-    gains = _gains(cases)
+    gains = _median_gains(cases)
+    first, last = _size_label(cases[0]), _size_label(cases[-1])
     return (
-        f"Collectives, {_size(cases[0])} to {_size(cases[-1])} a rank: {geometric_mean(gains):.1f} "
+        f"Collectives, {first} to {last} a rank: {geometric_mean(gains):.1f} "
         f"times as quick as Gloo (geometric mean, {min(gains):.1f} at worst)."
     )
 
 
 def _loss(cases: list[Case]) -> str:
-    mean = geometric_mean(_gains(cases))
+    mean = geometric_mean(_median_gains(cases))
     return f"Cross-entropy of sharded logits: {mean:.1f} times as quick as torch's DTensor."
 
 
-def _on_gpus(results: Path) -> list[str]:
+def _gpu_lines(results: Path) -> list[str]:
     """A line for each chip that `make gpu` has measured: ours beside the quickest library."""
     lines = []
     for record in sorted(results.glob("*.outcomes.jsonl")):
@@ -66,10 +67,10 @@ def _on_gpus(results: Path) -> list[str]:
         runs = [Result.read(file) for file in files if file.exists()]
         groups: dict[tuple[str, str], list[Case]] = {}
         for case in (case for run in runs for case in run.cases):
-            if (what := _kind(case)) and case.gain is not None:
+            if (what := _figure_kind(case)) and case.gain is not None:
                 groups.setdefault((what, case.peer), []).append(case)
         told = [
-            f"{what} at {_range(_gains(cases))} of {_LIBRARY.get(peer, peer)}"
+            f"{what} at {_gain_range(_median_gains(cases))} of {_LIBRARY.get(peer, peer)}"
             for (what, peer), cases in groups.items()
         ]
         name = runs[0].environment["gpus"][0]["name"]
@@ -83,7 +84,7 @@ def _on_gpus(results: Path) -> list[str]:
 _LIBRARY = {"torch.mm": "cuBLAS"}
 
 
-def _kind(case: Case) -> str:
+def _figure_kind(case: Case) -> str:
     """What a figure of one rank is of; empty if it is none that the README tells."""
     p = case.params
     if p.get("dtype") != "bfloat16" or p.get("epilogue"):
@@ -96,23 +97,23 @@ def _kind(case: Case) -> str:
     return "fused matmuls as one rank of 8" if is_fused and p["ranks"] == 8 else ""
 
 
-def _range(gains: list[float]) -> str:
+def _gain_range(gains: list[float]) -> str:
     low, high = f"{min(gains):.2f}", f"{max(gains):.2f}"
     return low if low == high else f"{low} to {high}"
 
 
-def _gains(cases: list[Case]) -> list[float]:
+def _median_gains(cases: list[Case]) -> list[float]:
     return [case.gain.median for case in cases if case.gain is not None]
 
 
-def _size(case: Case) -> str:
+def _size_label(case: Case) -> str:
     return case.name.partition(" ")[2]
 
 
 def main() -> None:
     """Replace what is between the markers."""
     path = ROOT / "README.md"
-    path.write_text(between_marks(path.read_text(), "bench", table()))
+    path.write_text(between_marks(path.read_text(), "bench", readme_figures()))
     print(f"wrote the table in {path.name}")
 
 

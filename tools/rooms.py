@@ -55,7 +55,7 @@ def panels() -> list[Panel]:
     return found
 
 
-def _drawn(panel: Panel) -> list[str]:
+def _panel_svg(panel: Panel) -> list[str]:
     folder, x, y, lines = panel
     out = [
         f'<rect x="{x}" y="{y}" width="{_WIDTH}" height="{panel.height}" rx="6" fill="#eef0f8"/>',
@@ -87,7 +87,7 @@ def drawing() -> str:
     height = max(panel.y + panel.height for panel in found) + _GAP
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">'
     back = f'<rect width="{width}" height="{height}" fill="#ffffff"/>'
-    body = [line for panel in found for line in _drawn(panel)]
+    body = [line for panel in found for line in _panel_svg(panel)]
     return "\n".join([head, "<title>Rooms of weft</title>", back, *body, "</svg>"]) + "\n"
 
 

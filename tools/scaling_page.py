@@ -19,8 +19,8 @@ from tools import scaling_plot, scaling_tables
 from weft import settings, sim
 from weft.bench import shapes
 from weft.bench.blocks.virtual import call, layer_timeline, share_of, timeline_of
-from weft.bench.published.predict import predict
-from weft.bench.published.rows import SHIPPED, op_words, read
+from weft.bench.published.predict import prediction_of
+from weft.bench.published.rows import SHIPPED, op_words, read_rows
 from weft.bench.rows import Result
 from weft.collectives.prices.hardware import PRESETS, named
 from weft.sim import H100, Hardware, Timeline
@@ -77,7 +77,7 @@ class EngineTimes:
         return self.engines[self.auto] / min(self.engines.values())
 
 
-def problem(op: str, model: str, M: int, ranks: int) -> tuple[int, int, int]:
+def rank_problem(op: str, model: str, M: int, ranks: int) -> tuple[int, int, int]:
     """(M, N, K) of a rank's matmul: the way up gathers its rows, the way down sums its results."""
     hidden, ffn = MODELS[model].hidden, MODELS[model].ffn
     N, K = (ffn, hidden) if op == "all_gather_matmul" else (hidden, ffn)
@@ -88,7 +88,7 @@ class _ChosenError(Exception):
     """Not an error: it ends a call whose engine has been chosen."""
 
 
-def chosen(op: str, M: int, N: int, K: int, ranks: int, hardware: Hardware) -> str:
+def auto_engine(op: str, M: int, N: int, K: int, ranks: int, hardware: Hardware) -> str:
     """The engine that `auto` takes."""
 
     def told(decision: settings.Decision) -> None:
@@ -105,7 +105,7 @@ def chosen(op: str, M: int, N: int, K: int, ranks: int, hardware: Hardware) -> s
     raise RuntimeError(f"{op} chose no engine")
 
 
-def measure(
+def engine_times(
     op: str,
     model: str,
     M: int,
@@ -114,7 +114,7 @@ def measure(
     say: Callable[[str], None],
 ) -> list[EngineTimes]:
     """The row of one problem on each of some machines with the same chip."""
-    _, N, K = problem(op, model, M, ranks)
+    _, N, K = rank_problem(op, model, M, ranks)
     timelines = {}
     for engine in _ENGINES:
         say(f"{op} {model} M={M} {engine}")
@@ -134,7 +134,7 @@ def measure(
                 fused=played["triton"].summary(),
                 engines={engine: timeline.makespan_us for engine, timeline in played.items()},
                 slower_stores=_with_stores(timelines["triton"], hardware, SLOW_GBS),
-                auto=chosen(op, M, N, K, ranks, hardware),
+                auto=auto_engine(op, M, N, K, ranks, hardware),
             )
         )
     return rows
@@ -149,10 +149,10 @@ def others_measured(rows: Sequence[EngineTimes]) -> list[scaling_tables.Measured
         (row.op, row.M, row.N, row.K): row for row in rows if row.hardware == H100.name
     }
     found = []
-    for published in read(SHIPPED):
+    for published in read_rows(SHIPPED):
         if not published.gpu.startswith(H100.name) or published.unit != "us":
             continue
-        made = predict(published)
+        made = prediction_of(published)
         if made.predicted is None or not (published.M and published.N and published.K):
             continue
         row = ours.get((op_words(published.op), *published.sizes("M", "N", "K")))
@@ -181,8 +181,8 @@ def by_stores() -> list[dict[str, Any]]:
     """Some of the page's problems on H100s whose cores reach their peers more slowly, in us."""
     rows = []
     for op, model, M in _STORES:
-        _say(f"{op} {model} M={M}, cores that store more slowly")
-        timeline = timeline_of(op, *problem(op, model, M, 8), 8, H100, "triton")
+        _print_progress(f"{op} {model} M={M}, cores that store more slowly")
+        timeline = timeline_of(op, *rank_problem(op, model, M, 8), 8, H100, "triton")
         us = {str(rate): _with_stores(timeline, H100, rate) for rate in CORE_LINK_GBS}
         rows.append({"op": op, "model": model, "M": M, "us": us})
     return rows
@@ -223,12 +223,12 @@ def _own_measurements(result: Result, hardware: Hardware) -> list[tuple[str, flo
     return rows
 
 
-def load(path: Path) -> list[EngineTimes]:
+def read_times(path: Path) -> list[EngineTimes]:
     """The rows of a file; empty if it does not exist."""
     return [EngineTimes(**row) for row in json.loads(path.read_text())] if path.exists() else []
 
 
-def save(path: Path, rows: Iterable[EngineTimes]) -> None:
+def write_times(path: Path, rows: Iterable[EngineTimes]) -> None:
     """Write the rows, in the order of the page."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps([asdict(row) for row in ordered(rows)], indent=1) + "\n")
@@ -269,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         layer = layer_timeline(_LAYER_ROWS, model.hidden, model.ffn, args.ranks, machines[0])
         layer.save_plot(args.layer, ranks=(0,))
         return 0
-    kept = {row.key: row for row in load(args.keep)}
+    kept = {row.key: row for row in read_times(args.keep)}
     given = args.rows and tuple(map(int, args.rows.split(",")))
     wanted = [(M, op) for op in args.ops.split(",") for M in given or OPS[op]]
     for M, op in sorted(wanted):
@@ -277,9 +277,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             missing = [m for m in machines if (m.name, op, model, args.ranks, M) not in kept]
             if args.no_run or not missing:
                 continue
-            for row in measure(op, model, M, args.ranks, missing, _say):
+            for row in engine_times(op, model, M, args.ranks, missing, _print_progress):
                 kept[row.key] = row
-            save(args.keep, kept.values())
+            write_times(args.keep, kept.values())
     stores = args.keep.with_name("slower_stores.json")
     if args.stores:
         stores.write_text(json.dumps(by_stores(), indent=1) + "\n")
@@ -287,15 +287,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.page:
         others, own = others_measured(rows), own_measurements(args.keep.parent)
         slower = json.loads(stores.read_text()) if stores.exists() else []
-        scaling_tables.write(args.page, rows, slower, others, own)
+        scaling_tables.write_tables(args.page, rows, slower, others, own)
         pictured = [row for row in rows if row.hardware == machines[0].name]
-        scaling_plot.draw(pictured, args.page.with_suffix(".svg"))
+        scaling_plot.draw_scaling(pictured, args.page.with_suffix(".svg"))
     else:
-        print(scaling_tables.tables(rows))
+        print(scaling_tables.tables_by_hardware(rows))
     return 0
 
 
-def _say(what: str) -> None:
+def _print_progress(what: str) -> None:
     print(what, file=sys.stderr, flush=True)
 
 

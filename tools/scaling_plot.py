@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tools.scaling_page import EngineTimes
 
 
-def draw(rows: Sequence[EngineTimes], path: Path) -> None:
+def draw_scaling(rows: Sequence[EngineTimes], path: Path) -> None:
     """A panel for each op, a line for each model; shaded down to what slower stores would leave.
 
     Args:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tools.scaling_page import EngineTimes
 
 
-def tables(rows: Sequence[EngineTimes]) -> str:
+def tables_by_hardware(rows: Sequence[EngineTimes]) -> str:
     """A table for each op and hardware, as Markdown."""
     parts = []
     for op, hardware in dict.fromkeys((row.op, row.hardware) for row in rows):
@@ -27,7 +27,7 @@ def tables(rows: Sequence[EngineTimes]) -> str:
         parts += [
             f"### {op}, {mine[0].ranks} x {hardware}",
             "",
-            *_table(mine),
+            *_table_lines(mine),
             "",
             speed_ups(mine),
             "",
@@ -37,7 +37,7 @@ def tables(rows: Sequence[EngineTimes]) -> str:
     return "\n".join(parts)
 
 
-def _table(rows: Sequence[EngineTimes]) -> list[str]:
+def _table_lines(rows: Sequence[EngineTimes]) -> list[str]:
     names = (
         *("model", "M", "N", "K", "fused us", "slower stores", "arithmetic", "link", "exposed"),
         *("efficiency", "of longer", "library us", "by", "speed-up", "host us", "generic us"),
@@ -52,18 +52,18 @@ def _table(rows: Sequence[EngineTimes]) -> list[str]:
         lines.append([
             row.model,
             *map(str, (row.M, row.N, row.K)),
-            _us(fused["makespan_us"]),
-            _us(row.slower_stores) if row.slower_stores else "",
-            _us(fused["arithmetic_us"]),
-            _us(link_us),
-            _us(fused["exposed_us"]),
+            _us_cell(fused["makespan_us"]),
+            _us_cell(row.slower_stores) if row.slower_stores else "",
+            _us_cell(fused["arithmetic_us"]),
+            _us_cell(link_us),
+            _us_cell(fused["exposed_us"]),
             f"{fused['overlap_efficiency']:.2f}",
             f"{longer_us / fused['makespan_us']:.2f}",
-            _us(library_us),
+            _us_cell(library_us),
             by,
             f"{library_us / fused['makespan_us']:.2f}",
-            _us(row.engines["host"]),
-            _us(row.engines["generic"]),
+            _us_cell(row.engines["host"]),
+            _us_cell(row.engines["generic"]),
             row.auto,
             f"{row.regret:.2f}",
         ])  # fmt: skip
@@ -75,7 +75,7 @@ _OVERLAPPED, _OVERLAPPED_SMALL, _OF_LINK = 0.95, 0.85, 1.1
 _SMALL, _LARGE_ROWS = "Llama-3 8B", 2048
 
 
-def overlap(rows: Sequence[EngineTimes]) -> str:
+def overlap_table(rows: Sequence[EngineTimes]) -> str:
     """What is hidden of communication on 8 H100 from M = 2048 on, beside what is wanted."""
     wanted = [
         row for row in rows
@@ -103,12 +103,12 @@ def _overlap_line(row: EngineTimes) -> list[str]:
         rate = 1 / library.UNDER_POWER  # as in `best_library`
         made = fused_times.fused_time(*sizes, rate=rate, wire=torch.bfloat16)
         least = made.link_us
-        narrow = [_us(made.us), _us(least), _share(made.us, arithmetic, least, small)]
+        narrow = [_us_cell(made.us), _us_cell(least), _share(made.us, arithmetic, least, small)]
     bound = small and least > arithmetic
     wanted = f"link x {_OF_LINK}" if bound else f"{_OVERLAPPED_SMALL if small else _OVERLAPPED}"
     return [
-        row.op, row.model, str(row.M), _us(us), _us(arithmetic), _us(link),
-        _us(row.fused["exposed_us"]), wanted, _share(us, arithmetic, link, small), *narrow,
+        row.op, row.model, str(row.M), _us_cell(us), _us_cell(arithmetic), _us_cell(link),
+        _us_cell(row.fused["exposed_us"]), wanted, _share(us, arithmetic, link, small), *narrow,
     ]  # fmt: skip
 
 
@@ -147,7 +147,7 @@ def crossover(rows: Sequence[EngineTimes]) -> str:
         mine = sorted((row for row in rows if row.model == model), key=lambda row: row.M)
         quickest = [row.engines["triton"] == min(row.engines.values()) for row in mine]
         spans = []
-        for first, last in _runs(quickest):
+        for first, last in _true_runs(quickest):
             above = "" if first == 0 else f"above M = {mine[first - 1].M}"
             upto = "" if last == len(mine) - 1 else f"up to M = {mine[last].M}"
             spans.append(" ".join(filter(None, (above, upto))) or "always")
@@ -155,7 +155,7 @@ def crossover(rows: Sequence[EngineTimes]) -> str:
     return f"Where the fused kernel is the quickest engine: {'; '.join(parts)}."
 
 
-def _runs(flags: Sequence[bool]) -> list[tuple[int, int]]:
+def _true_runs(flags: Sequence[bool]) -> list[tuple[int, int]]:
     """First and last index of each run of true ones."""
     runs: list[tuple[int, int]] = []
     for index, flag in enumerate(flags):
@@ -169,7 +169,7 @@ def _runs(flags: Sequence[bool]) -> list[tuple[int, int]]:
 def errors(measured: Sequence[tuple[str, float, float]]) -> str:
     """The model beside measurements, as Markdown."""
     rows = [
-        (what, _us(real), _us(modelled), f"{modelled / real - 1:+.0%}")
+        (what, _us_cell(real), _us_cell(modelled), f"{modelled / real - 1:+.0%}")
         for what, real, modelled in measured
     ]
     return "\n".join(markdown_lines(("what", "measured us", "modelled us", "error"), rows))
@@ -192,8 +192,8 @@ def beside_others(found: Sequence[Measured]) -> str:
             each.row.gpu,
             each.row.M,
             each.kind,
-            _us(each.row.published),
-            _us(each.us),
+            _us_cell(each.row.published),
+            _us_cell(each.us),
             f"{each.us / each.row.published - 1:+.0%}",
         )
         for each in found
@@ -206,14 +206,18 @@ def slower_stores(found: Sequence[dict[str, Any]]) -> str:
     """Times by what a core reaches its peers with, as Markdown."""
     rates = [*found[0]["us"]]
     rows = [
-        (f"{each['op']}, {each['model']}", str(each["M"]), *(_us(each["us"][r]) for r in rates))
+        (
+            f"{each['op']}, {each['model']}",
+            str(each["M"]),
+            *(_us_cell(each["us"][r]) for r in rates),
+        )
         for each in found
     ]
     names = ("fused, 8 x H100", "M", *(f"{rate} GB/s" for rate in rates))
     return "\n".join(markdown_lines(names, rows))
 
 
-def write(
+def write_tables(
     path: Path,
     rows: Sequence[EngineTimes],
     slower: Sequence[dict[str, Any]],
@@ -221,15 +225,15 @@ def write(
     own: Sequence[tuple[str, float, float]],
 ) -> None:
     """Put tables and errors between the page's marks."""
-    inner = f"{tables(rows)}\n"
+    inner = f"{tables_by_hardware(rows)}\n"
     if slower:
         inner += f"### If a core stored more slowly over links\n\n{slower_stores(slower)}\n\n"
     inner += f"### The same problems, measured by others\n\n{beside_others(others)}"
     if own:
         inner += f"\n\n### The model beside own measurements\n\n{errors(own)}"
-    text = between_marks(path.read_text(), "overlap", overlap(rows))
+    text = between_marks(path.read_text(), "overlap", overlap_table(rows))
     path.write_text(between_marks(text, "scaling", inner))
 
 
-def _us(value: float) -> str:
+def _us_cell(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}"

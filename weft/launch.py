@@ -121,7 +121,7 @@ def _collect(
             hung = [rank for rank in range(len(pipes)) if rank not in results]
             raise RankError(
                 f"no progress for {patience_s:g} s.\nThis is where the ranks are:\n"
-                + _stacks(hung, processes, folder)
+                + _rank_stacks(hung, processes, folder)
             )
         for pipe in ready:
             rank = pipes.index(pipe)  # type: ignore[arg-type] # a Connection, as all we wait for
@@ -134,7 +134,7 @@ def _collect(
                 results[rank] = value
             else:
                 others = [r for r in range(len(pipes)) if r != rank and r not in results]
-                raise RankError(value + _others(others, processes, pipes, folder))
+                raise RankError(value + _other_reports(others, processes, pipes, folder))
     return [results[rank] for rank in range(len(pipes))]
 
 
@@ -150,7 +150,9 @@ def _receive(pipe: Connection, process: Any, rank: int, folder: Path) -> tuple[s
     return kind, f"rank {rank} failed:\n{value}" if kind == "failed" else value
 
 
-def _others(others: list[int], processes: list[Any], pipes: list[Connection], folder: Path) -> str:
+def _other_reports(
+    others: list[int], processes: list[Any], pipes: list[Connection], folder: Path
+) -> str:
     """What the other ranks report after a failure: their own tracebacks, or their stacks."""
     time.sleep(_GRACE_S)
     text, silent = "", []
@@ -161,10 +163,10 @@ def _others(others: list[int], processes: list[Any], pipes: list[Connection], fo
             said = value if kind == "failed" else ""
         text += f"\n{said}" if said else ""
         silent += [] if said else [rank]
-    return text + ("\n" + _stacks(silent, processes, folder) if silent else "")
+    return text + ("\n" + _rank_stacks(silent, processes, folder) if silent else "")
 
 
-def _stacks(ranks: list[int], processes: list[Any], folder: Path) -> str:
+def _rank_stacks(ranks: list[int], processes: list[Any], folder: Path) -> str:
     """The Python stacks of running ranks, as they stand."""
     for rank in ranks:
         with suppress(ProcessLookupError):

@@ -143,7 +143,7 @@ def direct_reads() -> bool:
     return _flag("WEFT_DIRECT", "1")
 
 
-def nvlink_domain() -> str:
+def given_nvlink_domain() -> str:
     """The name given to this rank's NVLink domain, or "0" for none; empty: ask the driver."""
     return _variable("WEFT_NVLINK", "")
 
@@ -208,7 +208,7 @@ def logged() -> tuple[str, ...]:
     return names
 
 
-def _valid(name: str, told_by: str = "engine") -> Engine:
+def _engine_named(name: str, told_by: str = "engine") -> Engine:
     if name not in _ENGINES:
         raise ValueError(f"{told_by} must be one of {', '.join(_ENGINES)}, got {name!r}")
     return cast(Engine, name)
@@ -216,7 +216,7 @@ def _valid(name: str, told_by: str = "engine") -> Engine:
 
 def current_engine() -> Engine:
     """The engine asked for: by `weft.engine`, else by WEFT_ENGINE, else "auto"."""
-    return _engine.get() or _valid(_variable("WEFT_ENGINE", "auto"), "WEFT_ENGINE")
+    return _engine.get() or _engine_named(_variable("WEFT_ENGINE", "auto"), "WEFT_ENGINE")
 
 
 @contextmanager
@@ -235,7 +235,7 @@ def engine(name: Engine) -> Iterator[None]:
         >>> with weft.engine("host"):
         ...     y = weft.all_gather_matmul(x, w)
     """
-    with _engine.block(_valid(name)):
+    with _engine.block(_engine_named(name)):
         yield
 
 

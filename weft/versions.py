@@ -11,7 +11,7 @@ OLDEST = {"python": (3, 10), "torch": (2, 11), "triton": (3, 6)}
 NEWEST = {"python": (3, 14), "torch": (2, 15), "triton": (3, 9)}
 
 
-def installed(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
     """The version of Python or of a package here; None where the package is not installed."""
     try:
         return platform.python_version() if name == "python" else version(name)
@@ -25,7 +25,7 @@ def release(text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def told(numbers: tuple[int, int]) -> str:
+def version_words(numbers: tuple[int, int]) -> str:
     """(2, 11) as 2.11."""
     return ".".join(map(str, numbers))
 
@@ -34,9 +34,11 @@ def untested() -> list[str]:
     """What is older or newer here than what weft is tested with, in words; empty if nothing is."""
     found = []
     for name, oldest in OLDEST.items():
-        here = installed(name)
+        here = installed_version(name)
         if here is not None and not oldest <= release(here) <= NEWEST[name]:
-            found.append(f"{name} {here} (tested: {told(oldest)} to {told(NEWEST[name])})")
+            found.append(
+                f"{name} {here} (tested: {version_words(oldest)} to {version_words(NEWEST[name])})"
+            )
     return found
 
 

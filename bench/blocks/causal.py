@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 
-def library_attention(device: torch.device) -> dict[str, Callable[..., torch.Tensor]]:
+def torch_attentions(device: torch.device) -> dict[str, Callable[..., torch.Tensor]]:
     """torch's attention, by each of its implementations that this device has."""
     if device.type == "cpu":
         return {"SDPA": partial(_sdpa, None)}

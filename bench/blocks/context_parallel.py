@@ -95,7 +95,7 @@ def prepare(problem: AttentionTask, options: Options) -> Prepared:
     def on_parts(attention: Attention, cut: _Cut) -> Call:
         inputs = [[cut.part(x).requires_grad_(problem.backward) for x in each] for each in wholes]
         grad = cut.part(dout) if problem.backward else None
-        return lambda i: (cut, _run(attention, inputs[i], grad))
+        return lambda i: (cut, _outputs_and_gradients(attention, inputs[i], grad))
 
     def ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         layout: Any = "zigzag" if even.zigzag else "contiguous"
@@ -111,7 +111,7 @@ def prepare(problem: AttentionTask, options: Options) -> Prepared:
     variants = {MAIN: on_parts(ring, even), "ulysses": on_parts(ulysses, plain)}
     absent: dict[str, str] = {}
     if device.type == "cuda":
-        variants["triton"] = by_kernel(variants[MAIN])
+        variants["triton"] = with_our_kernel(variants[MAIN])
     peers = ("torch ring", "ring, in turn", PEER)
     if S % (2 * W):
         absent = dict.fromkeys(peers, "the process group takes equal shards only")
@@ -121,14 +121,14 @@ def prepare(problem: AttentionTask, options: Options) -> Prepared:
     else:
         for name, in_turn in zip(peers, (False, True), strict=False):
             variants[name] = on_parts(_torch_ring(causal, in_turn), even)
-        variants[PEER] = on_parts(_gathered(plain, causal, device), plain)
+        variants[PEER] = on_parts(_attention_on_gathered(plain, causal, device), plain)
 
     def expected() -> list[torch.Tensor]:
         # On a GPU torch has attention without a matrix of all scores up to fp32 only.
         wide = torch.float32 if device.type == "cuda" else torch.float64
         whole = [x.to(wide).requires_grad_(problem.backward) for x in wholes[0]]
-        attention = _ungrouped(causal) if device.type == "cuda" else _plain(causal)
-        return _run(attention, whole, dout.to(wide) if problem.backward else None)
+        attention = _ungrouped(causal) if device.type == "cuda" else _whole_attention(causal)
+        return _outputs_and_gradients(attention, whole, dout.to(wide) if problem.backward else None)
 
     bounds = {}
     if problem.heads % W == 0:
@@ -141,7 +141,9 @@ def prepare(problem: AttentionTask, options: Options) -> Prepared:
             for each in wholes
         ]
         grad = dout[:, : shares[0]] if problem.backward else None
-        bounds["arithmetic"] = lambda i: _run(_plain(causal), some[i], grad)
+        bounds["arithmetic"] = lambda i: _outputs_and_gradients(
+            _whole_attention(causal), some[i], grad
+        )
     return Prepared(
         variants,
         bounds,
@@ -154,7 +156,7 @@ def prepare(problem: AttentionTask, options: Options) -> Prepared:
     )
 
 
-def _run(
+def _outputs_and_gradients(
     attention: Attention, operands: list[torch.Tensor], grad: torch.Tensor | None
 ) -> list[torch.Tensor]:
     """The output, and, given its gradient, those of the operands."""
@@ -167,7 +169,7 @@ def _run(
     return [out.detach(), *(x.grad for x in operands if x.grad is not None)]
 
 
-def by_kernel(call: Call) -> Call:
+def with_our_kernel(call: Call) -> Call:
     """The call by our kernel, whatever `auto` would take."""
 
     def forced(i: int) -> Any:
@@ -177,7 +179,7 @@ def by_kernel(call: Call) -> Call:
     return forced
 
 
-def _plain(causal: bool) -> Attention:
+def _whole_attention(causal: bool) -> Attention:
     return lambda q, k, v: functional.scaled_dot_product_attention(
         q, k, v, is_causal=causal, enable_gqa=True
     )
@@ -193,7 +195,7 @@ def _ungrouped(causal: bool) -> Attention:
     return attention
 
 
-def _gathered(cut: _Cut, causal: bool, device: torch.device) -> Attention:
+def _attention_on_gathered(cut: _Cut, causal: bool, device: torch.device) -> Attention:
     """All keys and values by the process group's gather, whose gradient is its reduce-scatter."""
     mask = None
     if causal:

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import weft
 from weft.bench import bounds
-from weft.bench.blocks.context_parallel import PEER, TOLERANCE, by_kernel
+from weft.bench.blocks.context_parallel import PEER, TOLERANCE, with_our_kernel
 from weft.bench.problem import INPUTS, Call, Options, Prepared
 from weft.collectives import resolve
 
@@ -58,7 +58,7 @@ def prepare(tokens: int, heads: int, kv_heads: int, head_dim: int, options: Opti
 
     variants: dict[str, Call] = {_MAIN: ours}
     if device.type == "cuda":
-        variants["triton"] = by_kernel(ours)
+        variants["triton"] = with_our_kernel(ours)
     return Prepared(
         variants | {PEER: gathered},
         {"memory": bounds.touching(2 * ks[0].nbytes, device)},

@@ -70,7 +70,9 @@ def swiglu(tokens: int, hidden: int, ffn: int, ranks: int) -> LinearPair:
     return LinearPair(tokens, (hidden, 2 * ffn), (ffn, hidden), middle)
 
 
-def attention(tokens: int, hidden: int, heads: int, kv_heads: int, head_dim: int) -> LinearPair:
+def attention_pair(
+    tokens: int, hidden: int, heads: int, kv_heads: int, head_dim: int
+) -> LinearPair:
     """Causal attention of one sequence; a key and value head and its query heads stay together."""
     queries = heads // kv_heads
 

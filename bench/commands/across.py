@@ -32,7 +32,7 @@ def in_a_run() -> bool:
     return all(name in os.environ for name in _GIVEN) and int(os.environ["WORLD_SIZE"]) > 1
 
 
-def sections() -> tuple[int, list[tuple[str, list[Finding]]]]:
+def group_findings() -> tuple[int, list[tuple[str, list[Finding]]]]:
     """This rank's number, and what is found of all ranks, by topic. Collective."""
     import torch
     import torch.distributed as dist
@@ -50,7 +50,7 @@ def sections() -> tuple[int, list[tuple[str, list[Finding]]]]:
     dist.all_gather_object(told, _mine(kind))
     found = [("ranks", differences(told))]
     try:
-        found.append(("hosts", _hosts(resolve(None), torch.device(kind), told)))
+        found.append(("hosts", _host_findings(resolve(None), torch.device(kind), told)))
         trial = tried(rank, kind)
         wrong: list[list[Finding]] = [[]] * W
         dist.all_gather_object(wrong, [finding for finding in trial if finding.mark == "!!"])
@@ -73,7 +73,9 @@ def _mine(kind: str) -> dict[str, str]:
     domain = nvlink_domain()
     mine = {"NVLink domain": domain} if domain else {}
     mine |= {"python": platform.python_version(), "processor": f"{chip}, {cores()} cores"}
-    mine |= {name: versions.installed(name) or "none" for name in ("weft", *versions.OLDEST)}
+    mine |= {
+        name: versions.installed_version(name) or "none" for name in ("weft", *versions.OLDEST)
+    }
     named = [name for name in os.environ if name.startswith(_COMPARED)]
     return mine | {name: os.environ[name] for name in named if not name.startswith(_OWN)}
 
@@ -86,7 +88,7 @@ def differences(told: Sequence[Mapping[str, str]]) -> list[Finding]:
         for rank, each in enumerate(told):
             having.setdefault(each.get(name, "not set"), []).append(rank)
         if len(having) > 1:
-            text = "; ".join(f"{value} on {listed(ranks)}" for value, ranks in having.items())
+            text = "; ".join(f"{value} on {rank_spans(ranks)}" for value, ranks in having.items())
             is_version = name == "weft" or name in versions.OLDEST
             cure = "install the same everywhere" if is_version else ""
             findings.append(Finding("!!" if is_version else "--", name, text, cure))
@@ -95,7 +97,7 @@ def differences(told: Sequence[Mapping[str, str]]) -> list[Finding]:
     return [*([] if worst else [Finding("ok", "ranks", alike)]), *findings]
 
 
-def listed(ranks: Sequence[int]) -> str:
+def rank_spans(ranks: Sequence[int]) -> str:
     """As in "ranks 0-3 6"."""
     starts = [ranks[0], *(b for a, b in pairwise(ranks) if b > a + 1)]
     ends = [*(a for a, b in pairwise(ranks) if b > a + 1), ranks[-1]]
@@ -103,7 +105,7 @@ def listed(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {' '.join(spans)}"
 
 
-def _hosts(group: Any, device: Any, told: Sequence[Mapping[str, str]]) -> list[Finding]:
+def _host_findings(group: Any, device: Any, told: Sequence[Mapping[str, str]]) -> list[Finding]:
     """Which ranks each host has, and what they receive from those of another."""
     from weft.collectives import cost
 
@@ -115,7 +117,7 @@ def _hosts(group: Any, device: Any, told: Sequence[Mapping[str, str]]) -> list[F
     rates = cost.machine(group, device)
     findings = []
     for number, (ranks, node) in enumerate(zip(group.hosts, group.nodes, strict=True)):
-        theirs = f"{node}: {listed(ranks)}, {told[ranks[0]]['processor']}"
+        theirs = f"{node}: {rank_spans(ranks)}, {told[ranks[0]]['processor']}"
         findings.append(Finding("ok", f"host {number}", theirs))
     for source, row in enumerate(rates.between):
         to = ", ".join(f"{rate:,.0f} to {host}" for host, rate in enumerate(row) if host != source)

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )[0]
     print(f"{options.ranks} ranks of {options.threads} threads on {options.device}")
     for name, rate in after["flops"].items():
-        _show(
+        _print_rate(
             f"matmul {name.removeprefix('torch.')}",
             "GFLOP/s",
             1e-3,
@@ -44,12 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             "all ranks at once",
         )
     for name, (unit, scale, meaning) in _MEANING.items():
-        _show(name, unit, scale, after[name], (before or {}).get(name), meaning)
+        _print_rate(name, unit, scale, after[name], (before or {}).get(name), meaning)
     print(f"kept in {path}")
     return 0
 
 
-def _show(
+def _print_rate(
     name: str, unit: str, scale: float, value: float, before: float | None, meaning: str
 ) -> None:
     was = f"(was {before * scale:.3g})" if before is not None else ""

@@ -45,10 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     rank, found = 0, list[tuple[str, list[Finding]]]()
     if across.in_a_run():
-        rank, found = across.sections()
+        rank, found = across.group_findings()
         found = [("versions", _versions()), ("settings", _settings()), *found]
     else:
-        found = sections(args.ranks)
+        found = machine_findings(args.ranks)
     bad, lacking = 0, False
     for title, findings in found if rank == 0 else []:
         print(title)
@@ -72,7 +72,7 @@ def _flight(folder: Path) -> int:
     from weft.bench.commands import flight
 
     try:
-        for line in list(flight.lines(folder)):
+        for line in list(flight.ring_lines(folder)):
             print(line)
     except ValueError as error:
         print(f"weft doctor: {printable(str(error))}", file=sys.stderr)
@@ -80,7 +80,7 @@ def _flight(folder: Path) -> int:
     return 0
 
 
-def sections(ranks: int) -> list[tuple[str, list[Finding]]]:
+def machine_findings(ranks: int) -> list[tuple[str, list[Finding]]]:
     """What is found, by topic, up to the first that is in the way."""
     found: list[tuple[str, list[Finding]]] = []
     topics: dict[str, Callable[[], list[Finding]]] = {
@@ -103,14 +103,14 @@ def _versions() -> list[Finding]:
 
     findings = [Finding("ok", "weft", weft.__version__)]
     for name, oldest in versions.OLDEST.items():
-        here, wanted = versions.installed(name), versions.told(oldest)
+        here, wanted = versions.installed_version(name), versions.version_words(oldest)
         if here is None:
             findings.append(Finding("!!", name, "is not installed", f"pip install {name}"))
         elif versions.release(here) < oldest:
             cure = f"weft needs {wanted} or later: pip install -U {name}"
             findings.append(Finding("!!", name, here, cure))
         elif versions.release(here) > versions.NEWEST[name]:
-            newest = versions.told(versions.NEWEST[name])
+            newest = versions.version_words(versions.NEWEST[name])
             findings.append(Finding("--", name, here, f"weft is tested with {wanted} to {newest}"))
         else:
             findings.append(Finding("ok", name, here))

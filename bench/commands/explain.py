@@ -27,11 +27,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = replace(
         cli.machine_options(args, parser), shapes=((args.M, args.N, args.K),), filter=f"{args.op} "
     )
-    (result,) = runner.run([ops], options, command="weft bench explain")
+    (result,) = runner.run_suites([ops], options, command="weft bench explain")
     if not result.cases:
         return 130
     print(explanation(result.cases[0]))
-    return int(cli.failed(result.cases[0]))
+    return int(cli.has_failed(result.cases[0]))
 
 
 def explanation(case: Case) -> str:

@@ -32,22 +32,22 @@ class _Group:
             return "?"
 
 
-def lines(folder: Path) -> Iterator[str]:
+def ring_lines(folder: Path) -> Iterator[str]:
     """What the rings in `folder` tell, group by group, the last one to call at the end.
 
     Raises:
         ValueError: there is no such folder, or a ring in it cannot be read.
     """
-    rings = _read(folder)
-    groups = [_group(hash, rings) for hash in {hash for ring in rings for hash in ring.groups}]
+    rings = _kept_rings(folder)
+    groups = [_ring_group(hash, rings) for hash in {hash for ring in rings for hash in ring.groups}]
     seen = [group for group in groups if group.calls]
     yield f"{len(rings)} rings, {len(seen)} groups that have made calls"
     for group in sorted(seen, key=_last_began):
         yield ""
-        yield from _table(group)
+        yield from _group_lines(group)
 
 
-def _read(folder: Path) -> list[flight_files.KeptRing]:
+def _kept_rings(folder: Path) -> list[flight_files.KeptRing]:
     try:
         paths = sorted(path for path in folder.iterdir() if path.name.endswith(flight_files.RING))
     except OSError as error:
@@ -67,7 +67,7 @@ def _read(folder: Path) -> list[flight_files.KeptRing]:
     return rings
 
 
-def _group(hash: int, rings: Sequence[flight_files.KeptRing]) -> _Group:
+def _ring_group(hash: int, rings: Sequence[flight_files.KeptRing]) -> _Group:
     members = {ring.groups[hash][1]: ring for ring in rings if hash in ring.groups}
     ranks = next(iter(members.values())).groups[hash][0]
     readers = {rank: flight.Reader(ring.entries) for rank, ring in sorted(members.items())}
@@ -82,7 +82,7 @@ def _last_began(group: _Group) -> int:
     )
 
 
-def _table(group: _Group) -> Iterator[str]:
+def _group_lines(group: _Group) -> Iterator[str]:
     yield f"group of {len(group.ranks)}, global ranks {_spans(group.ranks)}"
     for rank, ring in sorted(group.rings.items()):
         stacks = ring.file.with_suffix(flight_files.STACKS)
@@ -94,7 +94,9 @@ def _table(group: _Group) -> Iterator[str]:
     shown = sorted(group.calls)[-_SHOWN:]
     if parts is not None and parts < shown[0]:
         shown = [parts, *shown[1:]]
-    rows = [row for position in shown for row in _rows(group, position, "*" * (position == parts))]
+    rows = [
+        row for position in shown for row in _call_rows(group, position, "*" * (position == parts))
+    ]
     head = "call", "what", "on", "done", "failed", "under way", "not begun"
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     for row in (head, *rows):
@@ -113,7 +115,7 @@ def _table(group: _Group) -> Iterator[str]:
         yield f"  * they part at call {parts}"
 
 
-def _rows(group: _Group, position: int, mark: str) -> Iterator[tuple[str, ...]]:
+def _call_rows(group: _Group, position: int, mark: str) -> Iterator[tuple[str, ...]]:
     """A call: a row for each thing that ranks have called there."""
     entries = group.calls[position]
     last = max(group.calls)
@@ -126,11 +128,11 @@ def _rows(group: _Group, position: int, mark: str) -> Iterator[tuple[str, ...]]:
         failed = [rank for rank in ranks if entries[rank].ended < 0]
         waits = [rank for rank in ranks if not entries[rank].ended]
         since = f"{_spans(waits)}, since {group.when(entries[waits[0]], waits[0])}" if waits else ""
-        runs = ", ".join(sorted({_run(entries[rank]) for rank in ranks} - {""}))
+        runs = ", ".join(sorted({_run_words(entries[rank]) for rank in ranks} - {""}))
         yield f"{position}{mark}", text, runs, _spans(done), _spans(failed), since, _spans(missing)
 
 
-def _run(entry: Noted) -> str:
+def _run_words(entry: Noted) -> str:
     stream = f"stream {entry.stream:#x}" if entry.stream else ""
     return " ".join(filter(None, (entry.run, stream)))
 

@@ -100,7 +100,7 @@ def attention_peak(
     return peak_bytes(call)
 
 
-def _rank_main(
+def _peaks_on_rank(
     rank: int,
     progress: Callable[[Any], None],
     lengths: Sequence[int],
@@ -131,11 +131,11 @@ def _rank_main(
     return peaks
 
 
-def measure(
+def peaks_by_length(
     ranks: int, lengths: Sequence[int], heads: int, head_dim: int, gathered_up_to: int
 ) -> list[PeakMemory]:
     """A row for each length, on this machine's ranks."""
-    found = launch(ranks, _rank_main, lengths, heads, head_dim, gathered_up_to, stall_s=900)
+    found = launch(ranks, _peaks_on_rank, lengths, heads, head_dim, gathered_up_to, stall_s=900)
     rows = []
     for i, tokens in enumerate(lengths):
         most = {name: max(peaks[i][name] for peaks in found) for name in found[0][i]}
@@ -146,7 +146,7 @@ def measure(
     return rows
 
 
-def table(rows: Sequence[PeakMemory], heads: int, head_dim: int) -> TextTable:
+def peaks_table(rows: Sequence[PeakMemory], heads: int, head_dim: int) -> TextTable:
     """The rows, and what they grow with."""
     header = [
         "tokens", "ranks", "q, k, v, out of a rank, MiB", "forward, MiB", "/ 1k tokens of a rank",
@@ -211,10 +211,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = [
         row
         for ranks in args.ranks
-        for row in measure(ranks, lengths, args.heads, args.head_dim, args.gathered_up_to)
+        for row in peaks_by_length(ranks, lengths, args.heads, args.head_dim, args.gathered_up_to)
     ]
-    shown = table(rows, args.heads, args.head_dim)
-    terminal.show(shown)
+    shown = peaks_table(rows, args.heads, args.head_dim)
+    terminal.print_table(shown)
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         with (args.out / "memory.csv").open("w", newline="") as file:

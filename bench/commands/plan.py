@@ -44,7 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         help=f"{', '.join(MODELS)} (as large as their namesakes), or FILE.py:function (llama)",
     )
     parser.add_argument(
-        "--mesh", type=_mesh, default=(8,), metavar="RxR", help="ranks along each mesh dim (8)"
+        "--mesh",
+        type=_mesh_sizes,
+        default=(8,),
+        metavar="RxR",
+        help="ranks along each mesh dim (8)",
     )
     parser.add_argument(
         "--hardware",
@@ -71,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw layouts along the model")
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     try:
-        model, sample = _model(args)
+        model, sample = _model_and_sample(args)
         found = plan(
             model,
             _pretended(args.mesh, "cpu" if args.hardware is None else "cuda"),
@@ -81,17 +85,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             gather_output=not args.keep_logits_cut,
         )
         if args.plot:
-            from weft.bench.report.plan import draw
+            from weft.bench.report.plan import draw_plan
 
-            draw(found, args.plot)
+            draw_plan(found, args.plot)
     except (ValueError, NotImplementedError, OSError) as error:
         print(f"weft plan: {error}", file=sys.stderr)
         return 1
-    print(json.dumps(as_json(found), indent=1) if args.json else found)
+    print(json.dumps(plan_json(found), indent=1) if args.json else found)
     return 0
 
 
-def _mesh(text: str) -> tuple[int, ...]:
+def _mesh_sizes(text: str) -> tuple[int, ...]:
     try:
         sizes = tuple(int(size) for size in text.lower().split("x"))
     except ValueError:
@@ -107,21 +111,21 @@ def _pretended(sizes: tuple[int, ...], device_type: str) -> DeviceMesh:
     return pretended_mesh(device_type, grid)
 
 
-def _model(args: argparse.Namespace) -> tuple[nn.Module, Any]:
+def _model_and_sample(args: argparse.Namespace) -> tuple[nn.Module, Any]:
     if args.model not in MODELS:
         file, colon, name = args.model.rpartition(":")
         if not colon:
             raise ValueError(
                 f"--model must be {', '.join(MODELS)} or FILE.py:function, got {args.model!r}"
             )
-        return _in_file(Path(file), name)
+        return _model_in_file(Path(file), name)
     batch = args.batch or torch.Size(args.mesh).numel()
     with torch.device("meta"):
         model = MODELS[args.model](args.layers, args.tokens)
         return model, torch.zeros(batch, args.tokens, dtype=torch.long)
 
 
-def _in_file(path: Path, name: str) -> tuple[nn.Module, Any]:
+def _model_in_file(path: Path, name: str) -> tuple[nn.Module, Any]:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if not path.is_file() or spec is None or spec.loader is None:
         raise ValueError(f"--model {path}:{name}: no such Python file")
@@ -179,7 +183,7 @@ def _in_bf16(model: nn.Module) -> nn.Module:
     return model
 
 
-def as_json(found: Plan) -> dict[str, Any]:
+def plan_json(found: Plan) -> dict[str, Any]:
     """A plan as JSON has it."""
     told = {
         "mesh": list(found.mesh.shape),

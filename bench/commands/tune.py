@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_machine_options(parser)
     parser.add_argument(
         "--shapes",
-        type=shapes.parse,
+        type=shapes.parse_shapes,
         nargs="+",
         metavar="SHAPE",
         required=True,
@@ -95,12 +95,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     found = launch(
         options.ranks,
-        _rank_main,
+        _search_on_rank,
         specs,
         options,
         device=options.device,
         threads=options.threads,
-        on_progress=_show,
+        on_progress=_print_line,
         stall_s=settings.timeout_s() + 300,
     )
     chip, entries = found[0]
@@ -112,13 +112,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _show(event: Any) -> None:
+def _print_line(event: Any) -> None:
     kind, text = event
     if kind == "line":
         print(text, flush=True)
 
 
-def _rank_main(
+def _search_on_rank(
     rank: int, progress: Callable[[Any], None], specs: Sequence[Spec], options: Options
 ) -> tuple[str, list[dict[str, Any]]]:
     """This rank's part of the search; the chip and the entries, the same on every rank."""

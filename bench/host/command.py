@@ -52,24 +52,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not names:
         parser.error(f"--filter {args.filter!r}: there are {', '.join(CALLS)}")
     if args.here:
-        return _measure(names, args)
+        return _measure_calls(names, args)
     with tempfile.TemporaryDirectory(prefix="weft-driver-") as folder:
         try:
-            variables = driver.build(Path(folder))
+            variables = driver.build_stub(Path(folder))
         except RuntimeError as error:
             parser.error(str(error))
         command = [sys.executable, "-m", "weft", "bench", "host", "--here", *given]
         return subprocess.run(command, env=os.environ | variables).returncode
 
 
-def _measure(names: Sequence[str], args: argparse.Namespace) -> int:
+def _measure_calls(names: Sequence[str], args: argparse.Namespace) -> int:
     from weft.bench.host import driver, measure
 
-    driver.activate()
+    driver.activate_stub()
     rows = []
     with progress(len(names), "calls") as one_more:
         for name in names:
-            rows.append(measure.measured(name, args.rounds, args.profile))
+            rows.append(measure.enqueue_times(name, args.rounds, args.profile))
             one_more()
     cells = [
         [
@@ -85,7 +85,7 @@ def _measure(names: Sequence[str], args: argparse.Namespace) -> int:
     header = ["call", "us", "launcher, us", "times", "before, us", "torch, us"]
     launch = measure.launch_us(args.rounds)
     title = f"weft bench host: rank {measure.RANK} of {measure.WORLD_SIZE} H100"
-    terminal.show(TextTable(title, header, cells))
+    terminal.print_table(TextTable(title, header, cells))
     print(f"Triton itself takes {launch:.1f} us for a launch with six arguments.")
     if args.json:
         found = {"launch_us": launch, "calls": [row.told() for row in rows]}

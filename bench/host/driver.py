@@ -1,6 +1,6 @@
 """A stand-in for the GPU's driver: kernels are compiled for sm_90 and launched into nothing.
 
-    kernel[grid](...) -> Triton's own launcher, in C -> libcuda.so.1 of `build`, which returns
+    kernel[grid](...) -> Triton's own launcher, in C -> libcuda.so.1 of `build_stub`, which returns
 
 So all of the host's part of a launch takes its time, on any machine with a C compiler.
 """
@@ -21,7 +21,7 @@ from triton.backends.nvidia.driver import CudaDriver
 CHIP = "sm_90"
 
 
-def build(folder: Path) -> dict[str, str]:
+def build_stub(folder: Path) -> dict[str, str]:
     """Compile the driver into `folder`.
 
     Returns:
@@ -56,8 +56,8 @@ class StandIn(CudaDriver):  # type: ignore[misc]  # Triton ships no types
         return torch.device("cpu")
 
 
-def activate() -> ctypes.CDLL:
-    """Have Triton launch into nothing, in a process with the variables of `build`.
+def activate_stub() -> ctypes.CDLL:
+    """Have Triton launch into nothing, in a process with the variables of `build_stub`.
 
     Returns:
         The driver.

@@ -97,7 +97,7 @@ class _Launches:
         return timed
 
 
-def median_us(call: _Call, rounds: int, calls: int = 20) -> float:
+def thread_median_us(call: _Call, rounds: int, calls: int = 20) -> float:
     """The median over rounds of the mean time of so many calls in a row.
 
     Time of this thread: what else the machine does is not in it.
@@ -112,11 +112,11 @@ def median_us(call: _Call, rounds: int, calls: int = 20) -> float:
     return statistics.median(times)
 
 
-def measured(name: str, rounds: int, profile: bool = False) -> Enqueued:
+def enqueue_times(name: str, rounds: int, profile: bool = False) -> Enqueued:
     """One of `CALLS`; `profile`: print where its time goes."""
     with prepared(CALLS[name]) as run:
         call = partial(run, RANK)
-        total = median_us(call, rounds)
+        total = thread_median_us(call, rounds)
         told = []
         for _ in range(rounds):
             launches = _Launches()
@@ -131,7 +131,7 @@ def measured(name: str, rounds: int, profile: bool = False) -> Enqueued:
         total,
         statistics.median(launches.us for launches in told),
         told[0].count,
-        median_us(peer, rounds) if peer else None,
+        thread_median_us(peer, rounds) if peer else None,
     )
 
 
@@ -168,7 +168,7 @@ def prepared(params: dict[str, Any]) -> Iterator[Callable[[int], Any]]:
                 patch.object(exchange, "_VirtualStreamExchange", exchange.StreamExchange)
             )
             stack.enter_context(weft.engine("triton"))
-            problem = cases.build(Spec("", {**params, "ranks": WORLD_SIZE}), RANK, device)
+            problem = cases.workload_of(Spec("", {**params, "ranks": WORLD_SIZE}), RANK, device)
             problem.prepare(world)
             stack.enter_context(world.at(RANK))
             for _ in range(3):
@@ -202,7 +202,7 @@ def _written(words: torch.Tensor, at: int, value: int) -> None:
 def launch_us(rounds: int) -> float:
     """What Triton takes to launch a kernel of six arguments."""
     a, b, out = (torch.zeros(64, 64, dtype=torch.bfloat16) for _ in range(3))
-    return median_us(lambda: add_kernel[(4,)](a, b, out, 64, 64, BLOCK=1024), rounds)
+    return thread_median_us(lambda: add_kernel[(4,)](a, b, out, 64, 64, BLOCK=1024), rounds)
 
 
 # Names of torch 2.13 on; those of before tell that they are deprecated.
@@ -222,7 +222,7 @@ class _NoGradient(torch.autograd.Function):
         return (*(torch.empty_like(grads[0]) for _ in ctx.needs_input_grad),)
 
 
-def _gradients(count: int) -> _Call:
+def _autograd_alone(count: int) -> _Call:
     """What autograd itself takes for so many."""
     inputs = [torch.zeros(8, 64, requires_grad=True) for _ in range(count)]
     y = _NoGradient.apply(*inputs)
@@ -244,8 +244,8 @@ def peers() -> dict[str, _Call]:
         "all_to_all": lambda: dist.all_to_all_single(whole, whole),
     }
     return found | {
-        "its gradient of w": _gradients(1),
-        "its gradients": _gradients(3),
+        "its gradient of w": _autograd_alone(1),
+        "its gradients": _autograd_alone(3),
         "all_gather_matmul": found["all_gather"],
         "matmul_reduce_scatter": found["reduce_scatter"],
         "matmul_all_reduce": found["all_reduce"],

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from weft.bench.published.rows import InexpressibleError, Row
-from weft.bench.published.times import Time, fabric_of, has
+from weft.bench.published.times import Time, has, row_fabric
 from weft.collectives import protocols
 from weft.collectives.prices import library
 from weft.collectives.prices.hardware import Hardware
@@ -22,7 +22,7 @@ class _Shape:
     causal: bool
 
 
-def _shape(row: Row) -> _Shape:
+def _attention_shape(row: Row) -> _Shape:
     heads = re.search(r"heads (\d+)(?:\s*/\s*(\d+))?(?:\s*x\s*(\d+))?", row.text)
     dim = re.search(r"(?:head[_ ]?dim|hdim|headdim|\bd)\s*[=:]?\s*(\d+)", row.text)
     batch = re.search(r"batch\s*[=:]?\s*(\d+)", row.text)
@@ -60,9 +60,9 @@ def _kernels_of(row: Row, default: library.Attention) -> library.Attention:
     return "FA3" if has(row, r"fa-?3|flash[-_ ]?att(n|ention)[-_ ]?3") else default
 
 
-def attention(row: Row, hardware: Hardware) -> Time:
+def attention_time(row: Row, hardware: Hardware) -> Time:
     """A library's kernels, or Triton's at the rate of FlashAttention-2."""
-    shape, passes = _shape(row), _passes(row)
+    shape, passes = _attention_shape(row), _passes(row)
     own = has(row, r"triton|weft")
     rows = row.ranks if row.world else 1
     best: library.Attention = "cuDNN" if hardware.chip in ("sm_90", "sm_100") else "FA2"
@@ -87,9 +87,9 @@ def _attention_us(
     )  # fmt: skip
 
 
-def ring(row: Row, hardware: Hardware) -> Time:
+def ring_time(row: Row, hardware: Hardware) -> Time:
     """Attention over a sharded sequence, composed of a library's kernels and sends."""
-    shape, W = _shape(row), row.ranks
+    shape, W = _attention_shape(row), row.ranks
     if not shape.causal:
         raise InexpressibleError("a ring without a causal mask")
     kernels, own = _kernels_of(row, "FA2"), has(row, "weft|fused|triton")
@@ -103,7 +103,7 @@ def ring(row: Row, hardware: Hardware) -> Time:
     merges = merge * W * len(_passes(row))
     part = shape.tokens // W
     chunk = 2 * shape.batch * part * shape.kv_heads * shape.head_dim * 2
-    sent = protocols.nccl_us("all_gather", W * chunk, fabric_of(row, hardware))
+    sent = protocols.nccl_us("all_gather", W * chunk, row_fabric(row, hardware))
     if has(row, "ideal"):
         return Time("library", whole / W, f"{kernels}'s rate on a part of the work")
     if own:

@@ -16,8 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from weft.bench.published.predict import Prediction, predict
-from weft.bench.published.rows import SHIPPED, op_words, read
+from weft.bench.published.predict import Prediction, prediction_of
+from weft.bench.published.rows import SHIPPED, op_words, read_rows
 from weft.bench.report.tables import figure
 
 
@@ -46,11 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page of all of it")
     args = parser.parse_args(argv)
     try:
-        predictions = [predict(row) for row in read(args.file)]
+        predictions = [prediction_of(row) for row in read_rows(args.file)]
         if args.plot:
-            from weft.bench.published.plot import draw
+            from weft.bench.published.plot import draw_predictions
 
-            draw(predictions, args.plot)
+            draw_predictions(predictions, args.plot)
         if args.html:
             args.html.write_text(html_report(predictions))
     except ValueError as error:
@@ -61,17 +61,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"weft bench published: cannot write {where}: {error}", file=sys.stderr)
         return 2
     if args.json:
-        print(json.dumps([as_json(each) for each in predictions], indent=1))
+        print(json.dumps([prediction_json(each) for each in predictions], indent=1))
         return 0
     from weft.bench.report.terminal import console
 
     out = console()
-    for line in lines(predictions):
+    for line in prediction_lines(predictions):
         out.print(line, markup=False, soft_wrap=True)
     return 0
 
 
-def as_json(prediction: Prediction) -> dict[str, Any]:
+def prediction_json(prediction: Prediction) -> dict[str, Any]:
     """The row's cells, and what is said of it."""
     row = prediction.row
     return asdict(row) | {
@@ -86,7 +86,7 @@ def as_json(prediction: Prediction) -> dict[str, Any]:
     }
 
 
-def lines(predictions: Sequence[Prediction]) -> Iterable[str]:
+def prediction_lines(predictions: Sequence[Prediction]) -> Iterable[str]:
     """Rows, then why others have no prediction, then the summary."""
     yield f"{'error':>6} {'predicted':>9} {'published':>9} {'unit':<6} kind    what"
     for each in predictions:
@@ -95,14 +95,14 @@ def lines(predictions: Sequence[Prediction]) -> Iterable[str]:
         row = each.row
         yield (
             f"{each.error:>+6.0%} {figure(each.predicted):>9} {figure(row.published):>9} "
-            f"{row.unit[:6]:<6} {each.kind:<7} {problem(each)}: {row.what}"
+            f"{row.unit[:6]:<6} {each.kind:<7} {problem_words(each)}: {row.what}"
         )
     beyond = [each for each in predictions if not each.expressible]
     if beyond:
         yield f"\n{len(beyond)} rows without a prediction:"
         for why in dict.fromkeys(each.why for each in beyond):
             yield f"  {sum(each.why == why for each in beyond):>3}  {why}"
-    for title, rows in summary(predictions):
+    for title, rows in error_groups(predictions):
         yield f"\n{title:<58} rows  median     90 %    worst"
         for name, errors in rows:
             yield (
@@ -117,23 +117,23 @@ def html_report(predictions: Sequence[Prediction]) -> str:
     Raises:
         ValueError: no row has one.
     """
-    from weft.bench.published.plot import draw
+    from weft.bench.published.plot import draw_predictions
     from weft.bench.report.html import html_document, html_picture, html_table
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "published.png")
-        draw(predictions, path)
+        draw_predictions(predictions, path)
         parts = [html_picture(path, "Times by the model over times that others have published")]
     names = ("rows", "median", "90 %", "worst")
-    for title, rows in summary(predictions):
+    for title, rows in error_groups(predictions):
         cells = [
             (name, e.rows, f"{e.median:.0%}", f"{e.ninth:.0%}", f"{e.worst:.0%}")
             for name, e in rows
         ]
         parts.append(html_table((title, *names), [[*map(str, line)] for line in cells]))
     told = [
-        (f"{problem(p)}: {p.row.what}", p.kind or "", figure(p.predicted), figure(p.row.published),
-         p.row.unit, f"{p.error:+.0%}")
+        (f"{problem_words(p)}: {p.row.what}", p.kind or "", figure(p.predicted),
+         figure(p.row.published), p.row.unit, f"{p.error:+.0%}")
         for p in predictions
         if p.error is not None and p.predicted is not None
     ]  # fmt: skip
@@ -141,7 +141,7 @@ def html_report(predictions: Sequence[Prediction]) -> str:
     return html_document("".join(parts))
 
 
-def problem(prediction: Prediction) -> str:
+def problem_words(prediction: Prediction) -> str:
     """Of a row: op, sizes, GPUs."""
     row = prediction.row
     sizes = " x ".join(filter(None, (row.M, row.N, row.K)))
@@ -161,7 +161,7 @@ def size_of(prediction: Prediction) -> str:
     return next(name for least, name in _SIZES if us >= least)
 
 
-def _chip(prediction: Prediction) -> str:
+def _gpu_name(prediction: Prediction) -> str:
     return prediction.row.gpu.split("(")[0].strip()
 
 
@@ -169,14 +169,14 @@ def _half(prediction: Prediction) -> str:
     return "fitted on" if prediction.row.is_fitted_on else "held out"
 
 
-def summary(
+def error_groups(
     predictions: Sequence[Prediction],
 ) -> Iterable[tuple[str, list[tuple[str, Errors]]]]:
     """Errors by half, op, chip and size; each for library and fused rows apart."""
     groupings: tuple[tuple[str, Callable[[Prediction], str]], ...] = (
         ("absolute error, by half of the problems", _half),
         ("held out, by op", lambda each: op_words(each.row.op)),
-        ("held out, by chip", _chip),
+        ("held out, by chip", _gpu_name),
         ("held out, by size", size_of),
     )
     known = [each for each in predictions if each.expressible]

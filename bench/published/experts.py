@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 from weft.bench.published.rows import InexpressibleError, Row
-from weft.bench.published.times import Time, fabric_of, has
+from weft.bench.published.times import Time, has, row_fabric
 from weft.collectives.prices import library
 from weft.collectives.prices.hardware import Hardware
 from weft.collectives.protocols import KERNEL_SHARE, KERNEL_US
@@ -28,15 +28,15 @@ _SCALED_RATE = 0.75
 _SCALES = 1 + 4 / 128  # bytes of an e4m3 number and its share of a scale
 
 
-def alone(row: Row, hardware: Hardware) -> Time:
+def exchange_time(row: Row, hardware: Hardware) -> Time:
     """Dispatch or combine of M tokens a rank."""
     M, H = row.sizes("M", "N")
     combine, fast = "combine" in row.op.lower(), "low latency" in row.op.lower()
-    fabric, W = fabric_of(row, hardware), row.ranks
+    fabric, W = row_fabric(row, hardware), row.ranks
     k = _top_k(row, 8)
     each = H * (2.0 if combine or row.element != "float8" else _SCALES)
     if not fast:  # a rank gets a row once
-        nbytes = M * _ranks_of(k, W) * (W - 1) / W * each
+        nbytes = M * _mean_ranks(k, W) * (W - 1) / W * each
         rate = hardware.link_rate(W)
         us, how = KERNEL_US + nbytes / rate, "a row a rank, at the rate of long transfers"
         return Time("fused", us, how, bus_bytes=nbytes)
@@ -47,7 +47,7 @@ def alone(row: Row, hardware: Hardware) -> Time:
     return Time("library", KERNEL_US + link + rail, how)
 
 
-def product(row: Row, hardware: Hardware) -> Time:
+def expert_matmul_time(row: Row, hardware: Hardware) -> Time:
     """All tokens' rows times experts that are cut over tp ranks, ep sets of them: M, N, K whole."""
     M, N, K = row.sizes("M", "N", "K")
     stated = re.search(r"tp(\d+) ep(\d+) e(\d+) top(\d+)", row.what.lower())
@@ -64,10 +64,10 @@ def product(row: Row, hardware: Hardware) -> Time:
     return _overlapped(matmul, link, "weft pulls a row for each expert" if ep > 1 else "")
 
 
-def layer(row: Row, hardware: Hardware) -> Time:
+def expert_layer_time(row: Row, hardware: Hardware) -> Time:
     """Dispatch, gate and up, SwiGLU, down, combine: M tokens a rank, hidden N, K outside."""
     M, F, H = row.sizes("M", "N", "K")
-    W, k, E = row.ranks, _top_k(row, 6), _experts(row)
+    W, k, E = row.ranks, _top_k(row, 6), _expert_count(row)
     rows, own = M * k, E // W
     active = own * (1 - (1 - k / E) ** (M * W))
     fused = has(row, r"mega ?(moe|kernel)")
@@ -76,7 +76,7 @@ def layer(row: Row, hardware: Hardware) -> Time:
     rate = TRITON_RATE if fused else _SCALED_RATE if element == "float8" else 1.0
     up = _grouped_us(hardware, rows, active, 2 * F, H, element, rate)
     down = _grouped_us(hardware, rows, active, H, F, element, rate)
-    copies = k if fused else _ranks_of(k, W)
+    copies = k if fused else _mean_ranks(k, W)
     crossing = M * copies * (W - 1) / W * H / hardware.link_rate(W)
     there, back = crossing * _SCALES, crossing * 2
     if fused:
@@ -113,7 +113,7 @@ def _grouped_us(
     return max(us, library.moved_us(hardware, size * (experts * K * N + rows * (K + N))))
 
 
-def _ranks_of(k: int, W: int) -> float:
+def _mean_ranks(k: int, W: int) -> float:
     """To how many of W ranks k of their experts are, on average."""
     return W * (1 - (1 - 1 / W) ** k)
 
@@ -123,7 +123,7 @@ def _top_k(row: Row, usual: int) -> int:
     return int(found[1]) if found else usual
 
 
-def _experts(row: Row) -> int:
+def _expert_count(row: Row) -> int:
     """As stated, or those of the model that is named."""
     found = re.search(r"(\d+) experts", row.text)
     if found:

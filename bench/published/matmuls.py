@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable
 
 from weft.bench.published.rows import InexpressibleError, Row, op_words
-from weft.bench.published.sums import collective_us
-from weft.bench.published.times import Time, fabric_of, has, is_library
+from weft.bench.published.sums import stated_collective
+from weft.bench.published.times import Time, has, is_library, row_fabric
 from weft.collectives import protocols
 from weft.collectives.prices import library
 from weft.collectives.prices.hardware import Hardware
@@ -15,7 +15,7 @@ from weft.collectives.protocols import HOST_US, Collective
 from weft.kernels.engine.fused_times import TRITON_RATE, fused_us
 
 
-def matmul(row: Row, hardware: Hardware) -> Time:
+def matmul_time(row: Row, hardware: Hardware) -> Time:
     """One GPU's, by the library or by Triton."""
     M, N, K = row.sizes("M", "N", "K")
     own = has(row, r"triton|weft|kraken|helion")
@@ -25,14 +25,14 @@ def matmul(row: Row, hardware: Hardware) -> Time:
                  flops=2.0 * M * N * K)  # fmt: skip
 
 
-def product(op: str) -> Callable[[Row, Hardware], Time]:
+def fused_matmul_time(op: str) -> Callable[[Row, Hardware], Time]:
     """A matmul with a collective: apart, by async-TP, or fused."""
     collective: Collective = protocols.COLLECTIVE_OF[op]
 
     def time(row: Row, hardware: Hardware) -> Time:
         (M,) = row.sizes("M")
         N, K = _features(row, op)
-        fabric, element = fabric_of(row, hardware), row.element
+        fabric, element = row_fabric(row, hardware), row.element
         matmul = library.matmul_us(hardware, M, N, K, element)
         nbytes = M * K * row.itemsize if op == "all_gather_matmul" else M * N * max(row.itemsize, 2)
         flops = 2.0 * M * N * K
@@ -44,7 +44,7 @@ def product(op: str) -> Callable[[Row, Hardware], Time]:
             how = f"{row.ranks} chunks, each a matmul and a copy that the host enqueues"
             return Time("library", us, how, flops, 0.0, library_us)
         if is_library(row) and not has(row, r"flux|triton_dist|comet"):
-            _, moved, way = collective_us(row, collective, nbytes, fabric)
+            _, moved, way = stated_collective(row, collective, nbytes, fabric)
             us = matmul + moved
             how = f"matmul {matmul:.1f} us + {moved:.1f} us by {way}, or the host's time"
             us = us if "graph" in row.text else max(us, _EAGER_US)
@@ -83,7 +83,7 @@ def _product_by_switch(
     M, N, K = sizes
     matmul = library.matmul_us(hardware, M, N, K, row.element, TRITON_RATE)
     collective, nbytes = protocols.COLLECTIVE_OF[op], M * N * max(row.itemsize, 2)
-    moved = protocols.switch_us(collective, nbytes, fabric_of(row, hardware), in_graph=True)
+    moved = protocols.switch_us(collective, nbytes, row_fabric(row, hardware), in_graph=True)
     us = max(matmul, moved) + 0.3 * min(matmul, moved) + HOST_US
     return Time("fused", us, "the longer of matmul and switch, and 0.3 of the other",
                  2.0 * M * N * K, 0.0, library_us)  # fmt: skip
@@ -93,14 +93,14 @@ def _product_by_switch(
 _EAGER_US = 81.0
 
 
-def layer(row: Row, hardware: Hardware) -> Time:
+def feed_forward_time(row: Row, hardware: Hardware) -> Time:
     """A feed-forward layer: up and gate, SwiGLU, down; sequence-parallel, or with an all-reduce."""
     (M,) = row.sizes("M")
     hidden, ffn, ranks = (
         (row.size("N"), row.size("K"), row.ranks) if row.N and row.K else widths(row)
     )
     share = -(-ffn // ranks)
-    fabric, element = fabric_of(row, hardware), row.element
+    fabric, element = row_fabric(row, hardware), row.element
     up = library.matmul_us(hardware, M, 2 * share, hidden, element)
     down = library.matmul_us(hardware, M, hidden, share, element)
     gate = library.moved_us(hardware, 3 * M * share * 2)
@@ -122,7 +122,7 @@ def layer(row: Row, hardware: Hardware) -> Time:
     return Time("fused", first + gate + us, "weft's kernels, in closed form")
 
 
-def beside(row: Row, hardware: Hardware) -> Time:
+def independent_time(row: Row, hardware: Hardware) -> Time:
     """A matmul and a collective that do not depend on each other."""
     M, N, K = row.sizes("M", "N", "K")
     stated = re.search(r"all-gather of (\d+) mib", row.text)
@@ -130,7 +130,7 @@ def beside(row: Row, hardware: Hardware) -> Time:
         raise InexpressibleError("the size of the all-gather is not stated in the row")
     matmul = library.matmul_us(hardware, M, N, K, row.element)
     nbytes = int(stated[1]) * 2**20 * row.ranks
-    moved = protocols.nccl_us("all_gather", nbytes, fabric_of(row, hardware))
+    moved = protocols.nccl_us("all_gather", nbytes, row_fabric(row, hardware))
     both = max(matmul, moved) if has(row, "overlap") else matmul + moved
     how = f"matmul {matmul:.0f} us, all-gather of as much a rank {moved:.0f} us"
     return Time("library", both, how, 2.0 * M * N * K)

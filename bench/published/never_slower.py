@@ -109,10 +109,10 @@ def compared(
                 for model in models:
                     for M in rows:
                         if op != ATTENTION or M >= 2 * W:  # a rank has two chunks
-                            yield _compared(op, chip, W, model, M)
+                            yield _auto_choice(op, chip, W, model, M)
 
 
-def _compared(op: str, chip: str, W: int, model: str, M: int) -> AutoChoice:
+def _auto_choice(op: str, chip: str, W: int, model: str, M: int) -> AutoChoice:
     layer, hardware = shapes.MODELS[model], named(chip)
     share = -(-layer.ffn // W)
     if op in COLLECTIVES:
@@ -124,18 +124,18 @@ def _compared(op: str, chip: str, W: int, model: str, M: int) -> AutoChoice:
 
     def of(asked: bool) -> Asked:
         if op in COLLECTIVES:
-            auto, us = collective(op, M * N * 2, hardware, W, asked=asked)
+            auto, us = collective_choice(op, M * N * 2, hardware, W, asked=asked)
         elif op == ATTENTION:
-            auto, us = attention(layer, M, hardware, W)
+            auto, us = attention_choice(layer, M, hardware, W)
         else:
-            auto, us = fused(op, M, N, K, hardware, W, asked=asked)
+            auto, us = fused_choice(op, M, N, K, hardware, W, asked=asked)
         best = min(us, key=lambda name: us[name])
         return Asked(auto, us[auto], best, us[best])
 
     return AutoChoice(op, hardware.name, W, model, M, N, K, *of(False), of(True))
 
 
-def fused(
+def fused_choice(
     op: str, M: int, N: int, K: int, hardware: Hardware, W: int, *, asked: bool = False
 ) -> tuple[str, dict[str, float]]:
     """The engine that `auto` takes, and the times of all candidates.
@@ -172,7 +172,7 @@ def fused(
     return min(regrets, key=lambda engine: regrets[engine]), us
 
 
-def attention(
+def attention_choice(
     layer: shapes.Model, tokens: int, hardware: Hardware, W: int
 ) -> tuple[str, dict[str, float]]:
     """What `auto` takes for a causal sequence in zigzag order, and all candidates."""
@@ -201,7 +201,7 @@ def _tiles(chip: str) -> list[Tiling]:
     return list(found.values())
 
 
-def collective(
+def collective_choice(
     op: Collective, nbytes: int, hardware: Hardware, W: int, *, asked: bool = False
 ) -> tuple[str, dict[str, float]]:
     """What `auto` takes for a collective whose whole array has `nbytes`, and all candidates.
@@ -255,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
         print(json.dumps(told, indent=1))
     else:
-        table = "\n".join(summary(found, limit))
+        table = "\n".join(choice_lines(found, limit))
         print(table)
         if args.page:
             args.page.write_text(between_marks(args.page.read_text(), "never-slower", table))
@@ -274,13 +274,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def summary(found: Sequence[AutoChoice], limit: float = 1.05) -> list[str]:
+def choice_lines(found: Sequence[AutoChoice], limit: float = 1.05) -> list[str]:
     """A line for each op and chip, as Markdown."""
     lines = []
     for op, chip in dict.fromkeys((each.op, each.chip) for each in found):
         mine = [each for each in found if (each.op, each.chip) == (op, chip)]
-        line = [op, chip, str(len(mine)), *_told(mine, [_as_is(each) for each in mine], limit)]
-        asked = _told(mine, [each.asked for each in mine], limit) if op in _SUMS else [""] * 4
+        line = [
+            op,
+            chip,
+            str(len(mine)),
+            *_choice_cells(mine, [_as_is(each) for each in mine], limit),
+        ]
+        asked = (
+            _choice_cells(mine, [each.asked for each in mine], limit) if op in _SUMS else [""] * 4
+        )
         lines.append((*line, *asked))
     of = (f"over {limit:g}", "by", "worst", "of")
     return list(
@@ -292,8 +299,8 @@ def _as_is(each: AutoChoice) -> Asked:
     return Asked(each.auto, each.auto_us, each.best, each.best_us)
 
 
-def _told(mine: Sequence[AutoChoice], made: Sequence[Asked], limit: float) -> list[str]:
-    kinds = [_kind(each.best) for each in made if each.ratio > limit]
+def _choice_cells(mine: Sequence[AutoChoice], made: Sequence[Asked], limit: float) -> list[str]:
+    kinds = [_engine_kind(each.best) for each in made if each.ratio > limit]
     by = ", ".join(f"{kinds.count(kind)} {kind}" for kind in sorted(set(kinds)))
     worst, at = max(zip(made, mine, strict=True), key=lambda pair: pair[0].ratio)
     where = f"{at.model}, M = {at.M}, {at.ranks} ranks: {worst.auto}, {worst.best}"
@@ -302,7 +309,7 @@ def _told(mine: Sequence[AutoChoice], made: Sequence[Asked], limit: float) -> li
     return [str(len(kinds)), by, f"{worst.ratio:.2f}", where]
 
 
-def _kind(best: str) -> str:
+def _engine_kind(best: str) -> str:
     if best in ("generic", "triton", "host"):
         return best
     library, _, name = best.partition(", ")

@@ -19,7 +19,7 @@ _MOST_OPS = 9  # with a colour of their own
 _OTHERS = "others"
 
 
-def draw(predictions: Sequence[Prediction], path: Path) -> None:
+def draw_predictions(predictions: Sequence[Prediction], path: Path) -> None:
     """Write the picture; its format is that of the name's ending.
 
     Raises:

@@ -15,10 +15,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from weft.bench.published import experts
-from weft.bench.published.attention import attention, ring
-from weft.bench.published.matmuls import beside, layer, matmul, product
-from weft.bench.published.rows import InexpressibleError, Row, hardware_of, op_words
-from weft.bench.published.sums import collective, rms_norm, sum_and_norm
+from weft.bench.published.attention import attention_time, ring_time
+from weft.bench.published.matmuls import (
+    feed_forward_time,
+    fused_matmul_time,
+    independent_time,
+    matmul_time,
+)
+from weft.bench.published.rows import InexpressibleError, Row, op_words, row_hardware
+from weft.bench.published.sums import collective_time, norm_time, sum_and_norm_time
 from weft.bench.published.times import Kind, Time
 from weft.collectives.prices.hardware import Hardware
 
@@ -47,7 +52,7 @@ class Prediction:
         return None if self.predicted is None else self.predicted / self.row.published - 1
 
 
-def predict(row: Row) -> Prediction:
+def prediction_of(row: Row) -> Prediction:
     """The prediction; never raises."""
     try:
         row.published  # noqa: B018 - raises where it is no number
@@ -58,7 +63,7 @@ def predict(row: Row) -> Prediction:
         family = next((call for pattern, call in _FAMILIES if re.fullmatch(pattern, op)), None)
         if family is None:
             raise InexpressibleError(f"no model of the op {row.op!r}")
-        hardware = hardware_of(row)
+        hardware = row_hardware(row)
         time = family(row, hardware)
         return Prediction(row, time.kind, _in_unit(row, time), time.how)
     except InexpressibleError as reason:
@@ -95,25 +100,28 @@ def _in_unit(row: Row, time: Time) -> float:
 
 
 _FAMILIES: tuple[tuple[str, Callable[[Row, Hardware], Time]], ...] = (
-    (r"all_gather", collective("all_gather")),
-    (r"reduce_scatter", collective("reduce_scatter")),
-    (r"all_reduce", collective("all_reduce")),
-    (r"all_to_all", collective("all_to_all")),
-    (r"matmul", matmul),
-    (r"(fused[ _])?all_gather[ _+-]*matmul", product("all_gather_matmul")),
-    (r"(fused[ _])?matmul[ _+-]*reduce_scatter", product("matmul_reduce_scatter")),
-    (r"(fused[ _])?matmul[ _+-]*all_reduce", product("matmul_all_reduce")),
-    (r"independent matmul beside all_gather", beside),
-    (r"mlp (= all_gather\+matmul, swiglu, matmul\+reduce_scatter|with all_reduce)", layer),
-    (r"moe (dispatch|combine|all_to_all)(, low latency)?", experts.alone),
-    (r"moe layer0: .*", experts.product),
-    (r"moe (dispatch[ _+-]*matmul.*combine|layer, decode)", experts.layer),
-    (r"rms_norm", rms_norm),
-    (r"reduce_scatter[ _+-]*rms_norm[ _+-]*all_gather", sum_and_norm),
-    (r"all_reduce[ _+-]*(residual)?[ _+-]*rms_norm", sum_and_norm),
-    (r"ring[ _-]attention.*", ring),
+    (r"all_gather", collective_time("all_gather")),
+    (r"reduce_scatter", collective_time("reduce_scatter")),
+    (r"all_reduce", collective_time("all_reduce")),
+    (r"all_to_all", collective_time("all_to_all")),
+    (r"matmul", matmul_time),
+    (r"(fused[ _])?all_gather[ _+-]*matmul", fused_matmul_time("all_gather_matmul")),
+    (r"(fused[ _])?matmul[ _+-]*reduce_scatter", fused_matmul_time("matmul_reduce_scatter")),
+    (r"(fused[ _])?matmul[ _+-]*all_reduce", fused_matmul_time("matmul_all_reduce")),
+    (r"independent matmul beside all_gather", independent_time),
+    (
+        r"mlp (= all_gather\+matmul, swiglu, matmul\+reduce_scatter|with all_reduce)",
+        feed_forward_time,
+    ),
+    (r"moe (dispatch|combine|all_to_all)(, low latency)?", experts.exchange_time),
+    (r"moe layer0: .*", experts.expert_matmul_time),
+    (r"moe (dispatch[ _+-]*matmul.*combine|layer, decode)", experts.expert_layer_time),
+    (r"rms_norm", norm_time),
+    (r"reduce_scatter[ _+-]*rms_norm[ _+-]*all_gather", sum_and_norm_time),
+    (r"all_reduce[ _+-]*(residual)?[ _+-]*rms_norm", sum_and_norm_time),
+    (r"ring[ _-]attention.*", ring_time),
     (
         r"((flash|fused|scaled dot[- ]product|local)[ _-]?)?attention.*|sdpa.*|fa-?[23]\b.*",
-        attention,
+        attention_time,
     ),
 )

@@ -53,11 +53,11 @@ class Row:
     @property
     def ranks(self) -> int:
         """GPUs that took part."""
-        return _count(self.world, "world")
+        return _stated_count(self.world, "world")
 
     def size(self, name: str) -> int:
         """M, N or K."""
-        return _count(getattr(self, name), name)
+        return _stated_count(getattr(self, name), name)
 
     def sizes(self, *names: str) -> tuple[int, ...]:
         """Several of them."""
@@ -106,7 +106,7 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def _count(cell: str, name: str) -> int:
+def _stated_count(cell: str, name: str) -> int:
     cell = cell.strip()
     if not cell:
         raise InexpressibleError(f"{name} is not stated")
@@ -119,7 +119,7 @@ def _count(cell: str, name: str) -> int:
     return int(number)
 
 
-def read(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[Row]:
     """The rows of a file. Columns may be in any order, others are ignored.
 
     Raises:
@@ -154,7 +154,7 @@ _OTHER_PARTS = ("pcie", "nvl", "40gb", "a100x", "mig")
 _HBM2E = 2.0e12
 
 
-def hardware_of(row: Row) -> Hardware:
+def row_hardware(row: Row) -> Hardware:
     """The preset that a row's `gpu` names, held to the power and with the memory that it states."""
     name = row.gpu.lower()
     words = re.findall(r"[a-z0-9]+", name)
@@ -184,7 +184,7 @@ def hardware_of(row: Row) -> Hardware:
 _UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
-def bytes_of(row: Row) -> float:
+def row_bytes(row: Row) -> float:
     """The whole array of a collective: (M, N), or the size that the words state.
 
     Of a size "a rank", an all-gather's and a reduce-scatter's whole has one for each.

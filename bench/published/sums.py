@@ -5,20 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from weft.bench.published.rows import InexpressibleError, Row, bytes_of, op_words
-from weft.bench.published.times import Kind, Time, fabric_of, has, is_library
+from weft.bench.published.rows import InexpressibleError, Row, op_words, row_bytes
+from weft.bench.published.times import Kind, Time, has, is_library, row_fabric
 from weft.collectives import protocols
 from weft.collectives.prices import library
 from weft.collectives.prices.hardware import Hardware
 from weft.collectives.protocols import HOST_US, Collective, Fabric
 
 
-def collective(op: Collective) -> Callable[[Row, Hardware], Time]:
+def collective_time(op: Collective) -> Callable[[Row, Hardware], Time]:
     """One collective alone."""
 
     def time(row: Row, hardware: Hardware) -> Time:
-        fabric, nbytes = fabric_of(row, hardware), bytes_of(row)
-        kind, us, how = collective_us(row, op, nbytes, fabric)
+        fabric, nbytes = row_fabric(row, hardware), row_bytes(row)
+        kind, us, how = stated_collective(row, op, nbytes, fabric)
         wire = protocols.wire_bytes(op, nbytes, row.ranks)
         return Time(kind, us, how, bus_bytes=wire)
 
@@ -30,7 +30,7 @@ def is_in_graph(row: Row) -> bool:
     return re.search(r"graph|custom|stage|mscclpp|quick|trt|tensorrt", row.text) is not None
 
 
-def collective_us(
+def stated_collective(
     row: Row, op: Collective, nbytes: float, fabric: Fabric
 ) -> tuple[Kind, float, str]:
     """The time of the collective that a row's words name, and how it runs."""
@@ -65,7 +65,7 @@ def _norm_us(row: Row, hardware: Hardware, rows: int, width: int, passes: int) -
     return _NORM_US + library.moved_us(hardware, passes * rows * width * row.itemsize)
 
 
-def rms_norm(row: Row, hardware: Hardware) -> Time:
+def norm_time(row: Row, hardware: Hardware) -> Time:
     """One GPU's norm, of all rows or of a part."""
     rows, width = row.sizes("M", "N")
     part = re.search(r"1\s*/\s*(\d+) of (the )?rows", row.text)
@@ -75,10 +75,10 @@ def rms_norm(row: Row, hardware: Hardware) -> Time:
     return Time("library", us, f"{passes} passes over {rows} rows")
 
 
-def sum_and_norm(row: Row, hardware: Hardware) -> Time:
+def sum_and_norm_time(row: Row, hardware: Hardware) -> Time:
     """all_reduce + residual + norm; or reduce-scatter, norm of a part, all-gather."""
     M, N = row.sizes("M", "N")
-    fabric, nbytes = fabric_of(row, hardware), float(M * N * row.itemsize)
+    fabric, nbytes = row_fabric(row, hardware), float(M * N * row.itemsize)
     floor = re.search(r"about (\d+) us floor", row.text)
     extra = float(floor[1]) if floor else 0.0
     in_graph = bool(floor) or is_in_graph(row)
@@ -92,7 +92,7 @@ def sum_and_norm(row: Row, hardware: Hardware) -> Time:
                 for op in ("reduce_scatter", "all_gather")
             )  # fmt: skip
             return Time("library", us, "reduce-scatter, norm, all-gather one after another")
-        _, us, how = collective_us(row, "all_reduce", nbytes, fabric)
+        _, us, how = stated_collective(row, "all_reduce", nbytes, fabric)
         return Time("library", us + part + extra, f"{how}, then a norm")
     kind, us, how = _fused_sum(row, nbytes, fabric, in_graph)
     return Time(kind, us + extra, f"{how}, the norm within")

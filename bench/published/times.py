@@ -25,7 +25,7 @@ class Time:
     library_us: float = 0.0  # of the same problem, for ratios
 
 
-def fabric_of(row: Row, hardware: Hardware) -> Fabric:
+def row_fabric(row: Row, hardware: Hardware) -> Fabric:
     """The links of a row's ranks, on as few hosts as they fit on."""
     hosts = -(-row.ranks // hardware.ranks)
     return hardware.fabric(row.ranks, hosts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from weft.bench.report.tables import table_of
+from weft.bench.report.tables import result_table
 from weft.bench.rows import Case, Ratio, Result, geometric_mean
 from weft.bench.suites import ops, plan
 from weft.kernels.engine.tuning import OPS
@@ -21,12 +21,12 @@ _LIMITS = {
 
 def advice(result: Result) -> list[str]:
     """Conclusions in sentences, for a reader with a decision to make."""
-    lines = list(table_of(result).summary)
+    lines = list(result_table(result).summary)
     if result.suite == "ops":
         for op in OPS:
             lines += _of_op(op, [c for c in result.cases if c.params.get("op") == op and c.timed])
-        lines.append(str(ops.verdict(result.cases)))
-    if result.suite == "plan" and (told := plan.verdict(result.cases)):
+        lines.append(str(ops.engines_verdict(result.cases)))
+    if result.suite == "plan" and (told := plan.plan_verdict(result.cases)):
         lines.append(told)
     limits = Counter(case.bound_by for case in result.cases if case.bound_by)
     if limits:

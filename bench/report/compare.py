@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not 0 <= args.max_regression < math.inf:
         parser.error(f"--max-regression is a percentage from 0 on, got {args.max_regression:g}")
     try:
-        before, after = (_read(path) for path in (args.before, args.after))
+        before, after = (_results_at(path) for path in (args.before, args.after))
     except (OSError, ValueError) as error:
         parser.error(str(error))
     result = compare(before, after, args.by)
@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"{args.before} and {args.after} have no case in common")
     shown = [change for change in result.changes if args.all or change.real]
     if shown:
-        terminal.show(_table(shown, args.by))
+        terminal.print_table(_changes_table(shown, args.by))
     print(f"{len(result.changes)} times compared, {sum(c.real for c in result.changes)} changed")
     for line in result.conditions:
         print(f"not the same machine or versions: {line}")
@@ -163,13 +163,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(bool(worse or result.lost))
 
 
-def _read(path: Path) -> list[Result]:
+def _results_at(path: Path) -> list[Result]:
     from weft.bench.report import report
 
-    return report.read(path) if path.is_dir() else [Result.read(path)]
+    return report.read_results(path) if path.is_dir() else [Result.read(path)]
 
 
-def _table(changes: Sequence[Change], by: By) -> TextTable:
+def _changes_table(changes: Sequence[Change], by: By) -> TextTable:
     unit = "us" if by == "time" else "x bound"
     rows = [
         [

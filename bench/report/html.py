@@ -10,7 +10,7 @@ from pathlib import Path
 from weft.bench.registry import SUITES
 from weft.bench.report.advice import advice, best_engine, best_fraction
 from weft.bench.report.plots import CAPTIONS
-from weft.bench.report.tables import LEGEND, table_of
+from weft.bench.report.tables import LEGEND, result_table
 from weft.bench.rows import Case, Result
 from weft.kernels.engine.tuning import OPS
 
@@ -41,7 +41,7 @@ first; what was wrong has no time.</p>
 """
 
 
-def page(results: Sequence[Result], folder: Path) -> str:
+def report_page(results: Sequence[Result], folder: Path) -> str:
     """The report over these results; plots are taken from `folder`."""
     sections = "".join(_section(result, folder) for result in results)
     links = " · ".join(f'<a href="#{_e(r.suite)}">{_e(r.suite)}</a>' for r in results)
@@ -63,7 +63,7 @@ def _e(text: object) -> str:
 
 
 def _section(result: Result, folder: Path) -> str:
-    table = table_of(result)
+    table = result_table(result)
     about = f": {SUITES[result.suite]}" if result.suite in SUITES else ""
     parts = [
         f"<h2 id='{_e(result.suite)}'>{_e(result.suite)}{_e(about)}</h2>",

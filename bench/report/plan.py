@@ -40,14 +40,14 @@ def bars(plan: Plan) -> list[_Bar]:
         ops = " ".join(_counts(row.ops))
         told = ", ".join(each for each in (row.way, ops) if each)
         key = name, str(row.placement), told
-        bar = found.setdefault(key, _Bar(name.strip(), shown(row.placement), told))
+        bar = found.setdefault(key, _Bar(name.strip(), legend_words(row.placement), told))
         bar.us += row.us
         bar.count += 1
     least = _LEAST * plan.step_us
     return [bar for bar in found.values() if bar.told or bar.us > least]
 
 
-def shown(placement: Placement) -> str:
+def legend_words(placement: Placement) -> str:
     """In the words of the legend."""
     if placement.is_replicate():
         return "whole"
@@ -56,7 +56,7 @@ def shown(placement: Placement) -> str:
     return f"cut along dim {getattr(placement, 'dim', '?')}"
 
 
-def draw(plan: Plan, path: Path) -> None:
+def draw_plan(plan: Plan, path: Path) -> None:
     """Write the picture; its format is that of the name's ending.
 
     Raises:

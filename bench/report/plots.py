@@ -16,7 +16,7 @@ from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 from weft.bench.blocks.virtual import layer_timeline
 from weft.bench.report.advice import fusion_pays
-from weft.bench.report.tables import figure, unit_of, variants_of
+from weft.bench.report.tables import figure, time_unit, variants_of
 from weft.bench.rows import Case, Result, Timing
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ _TITLES = {
 }
 
 
-def draw(result: Result, folder: Path) -> list[Path]:
+def draw_result(result: Result, folder: Path) -> list[Path]:
     """Draw the result as `folder`/SUITE-KIND.png; returns the files."""
     cases = [case for case in result.cases if case.timed]
     if not cases:
@@ -108,16 +108,18 @@ def _over_size(cases: Sequence[Case]) -> Any:
     for axis, (op, some) in zip(axes, ops.items(), strict=True):
         # Shapes of one size are one point, the first of them.
         ordered = list(
-            {_size(case): case for case in sorted(some, key=_size, reverse=True)}.values()
+            {
+                _problem_size(case): case for case in sorted(some, key=_problem_size, reverse=True)
+            }.values()
         )
         ordered.reverse()
         for i, name in enumerate(names):
             shown = [case for case in ordered if name in case.timed]
             axis.errorbar(
-                [_size(case) for case in shown],
+                [_problem_size(case) for case in shown],
                 [case.timed[name].us / 1e3 for case in shown],
                 _errors([case.timed[name] for case in shown], 1e3),
-                fmt=_joined(len(shown)),
+                fmt=_line_style(len(shown)),
                 label=name,
                 color=f"C{i}",
                 markersize=3,
@@ -126,7 +128,7 @@ def _over_size(cases: Sequence[Case]) -> Any:
             )
         bounded = [(case, us) for case in ordered if (us := case.bound_us) is not None]
         axis.plot(
-            [_size(case) for case, _ in bounded],
+            [_problem_size(case) for case, _ in bounded],
             [us / 1e3 for _, us in bounded],
             "k--",
             label="bound",
@@ -146,7 +148,7 @@ def _over_size(cases: Sequence[Case]) -> Any:
     return picture
 
 
-def _joined(points: int) -> str:
+def _line_style(points: int) -> str:
     return "o-" if points > 2 else "o"
 
 
@@ -167,7 +169,7 @@ def _plain_numbers(axis: Any) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def _size(case: Case) -> int:
+def _problem_size(case: Case) -> int:
     p = case.params
     return int(p["nbytes"]) if "nbytes" in p else math.prod(p[key] for key in ("M", "N", "K"))
 
@@ -224,7 +226,7 @@ def _crossover(cases: Sequence[Case]) -> Any:
                     [m for m, _ in points],
                     medians,
                     errors,
-                    fmt=_joined(len(points)),
+                    fmt=_line_style(len(points)),
                     label=f"N = {n}",
                     capsize=3,
                 )
@@ -239,7 +241,7 @@ def _crossover(cases: Sequence[Case]) -> Any:
 
 
 def _bars(cases: Sequence[Case]) -> Any:
-    names, (unit, scale) = variants_of(cases), unit_of(cases)
+    names, (unit, scale) = variants_of(cases), time_unit(cases)
     picture, axis = plt.subplots(
         figsize=(9, 1.2 + 0.16 * len(cases) * (len(names) + 1)), layout="constrained"
     )

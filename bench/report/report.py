@@ -18,12 +18,12 @@ from typing import Any
 
 from pytest_benchmark.storage.file import FileStorage
 
-from weft.bench.report.tables import LEGEND, TextTable, table_of
+from weft.bench.report.tables import LEGEND, TextTable, result_table
 from weft.bench.rows import Result
 from weft.markdown import markdown_lines
 
 
-def write(results: list[Result], folder: Path) -> Path:
+def write_report(results: list[Result], folder: Path) -> Path:
     """Write the files of these results; returns the report's path."""
     from weft.bench.report import html, plots  # matplotlib takes a second to import
 
@@ -32,15 +32,15 @@ def write(results: list[Result], folder: Path) -> Path:
         name = result.suite
         result.write(folder / f"{name}.json")
         _write_csv(result, folder / f"{name}.csv")
-        (folder / f"{name}.md").write_text(markdown(table_of(result)))
-        plots.draw(result, folder)
+        (folder / f"{name}.md").write_text(markdown(result_table(result)))
+        plots.draw_result(result, folder)
         _keep_history(result, folder / "history")
     page = folder / "index.html"
-    page.write_text(html.page(read(folder), folder))
+    page.write_text(html.report_page(read_results(folder), folder))
     return page
 
 
-def read(folder: Path) -> list[Result]:
+def read_results(folder: Path) -> list[Result]:
     """The results in a folder, in the order of the suites."""
     from weft.bench.registry import SUITES
 

@@ -59,18 +59,18 @@ def variants_of(cases: Sequence[Case]) -> list[str]:
     return list(dict.fromkeys(name for case in cases for name in case.timed))
 
 
-def unit_of(cases: Sequence[Case]) -> tuple[str, float]:
+def time_unit(cases: Sequence[Case]) -> tuple[str, float]:
     """The unit that suits most times, and how many us it has."""
     times = [timing.us for case in cases for timing in case.timed.values()]
     return ("ms", 1e3) if times and statistics.median(times) >= 1e3 else ("us", 1.0)
 
 
-def table_of(result: Result) -> TextTable:
+def result_table(result: Result) -> TextTable:
     """All cases of a result."""
     cases, where = result.cases, result.environment
     params = _COLUMNS.get(result.suite, ())
     pairs = list(dict.fromkeys((case.main, case.peer) for case in cases if case.peer))
-    columns = _columns(cases, pairs)
+    columns = _case_columns(cases, pairs)
     header = ["case", *params, *(title for title, _ in columns)]
     rows = []
     for case in cases:
@@ -80,34 +80,36 @@ def table_of(result: Result) -> TextTable:
         else:
             row += [cell(case) for _, cell in columns]
         rows.append(row)
-    made = "virtual time" if _is_virtual(result) else f"{where['ranks']} ranks, {_chip(where)}"
+    made = (
+        "virtual time" if _is_virtual(result) else f"{where['ranks']} ranks, {_machine_name(where)}"
+    )
     title = f"weft bench {result.suite}: {made}"
     return TextTable(title, header, rows, _summary(cases, pairs), _notes(result))
 
 
-def _columns(
+def _case_columns(
     cases: Sequence[Case], pairs: Sequence[tuple[str, str]]
 ) -> list[tuple[str, Callable[[Case], str]]]:
     """The columns that these cases have anything for: (title, the cell of a case)."""
-    names, (unit, scale) = variants_of(cases), unit_of(cases)
+    names, (unit, scale) = variants_of(cases), time_unit(cases)
     columns: list[tuple[str, Callable[[Case], str]]] = [
-        (f"{name}, {unit}", partial(_time, name=name, scale=scale)) for name in names
+        (f"{name}, {unit}", partial(_time_cell, name=name, scale=scale)) for name in names
     ]
     if any(case.bounds for case in cases):
-        columns.append((f"bound, {unit}", partial(_bound, scale=scale)))
-        columns.append(("of bound", _fraction))
+        columns.append((f"bound, {unit}", partial(_bound_cell, scale=scale)))
+        columns.append(("of bound", _fraction_cell))
     if any("arithmetic" in case.bounds for case in cases):
-        columns.append((f"exposed, {unit}", partial(_exposed, scale=scale)))
+        columns.append((f"exposed, {unit}", partial(_exposed_cell, scale=scale)))
     if any("bus_bytes" in case.params for case in cases):
-        columns.append(("bus, GB/s", partial(_rate, of="bus_bytes", scale=1e3)))
+        columns.append(("bus, GB/s", partial(_rate_cell, of="bus_bytes", scale=1e3)))
     if any("flop" in case.params for case in cases):
-        columns.append(("TFLOP/s", partial(_rate, of="flop", scale=1e6)))
+        columns.append(("TFLOP/s", partial(_rate_cell, of="flop", scale=1e6)))
     if len(pairs) == 1:
-        columns.append((f"{pairs[0][1]} / {pairs[0][0]}", _gain))
+        columns.append((f"{pairs[0][1]} / {pairs[0][0]}", _gain_cell))
     elif pairs:
-        columns.append(("peer / ours", lambda case: f"{case.peer} {_gain(case)}"))
+        columns.append(("peer / ours", lambda case: f"{case.peer} {_gain_cell(case)}"))
     if any(case.params.get("at_most") for case in cases):
-        columns.append(("wanted", _wanted))
+        columns.append(("wanted", _wanted_cell))
     return columns
 
 
@@ -119,13 +121,13 @@ def _is_virtual(result: Result) -> bool:
     return any("chip" in case.params for case in result.cases)
 
 
-def _chip(where: dict[str, Any]) -> str:
+def _machine_name(where: dict[str, Any]) -> str:
     if where["device"] == "cuda":
         return str(where["gpus"][0]["name"]) if where["gpus"] else "cuda"
     return f"{where['cores']} cores of {where['cpu']}"
 
 
-def _time(case: Case, name: str, scale: float) -> str:
+def _time_cell(case: Case, name: str, scale: float) -> str:
     timing = case.timed.get(name)
     if timing is None:
         return "-"
@@ -133,7 +135,7 @@ def _time(case: Case, name: str, scale: float) -> str:
     return figure(timing.us / scale) + wide
 
 
-def _bound(case: Case, scale: float) -> str:
+def _bound_cell(case: Case, scale: float) -> str:
     """The bound, and which part sets it; of a sum, every part."""
     if case.bound_us is None:
         return ""
@@ -143,27 +145,27 @@ def _bound(case: Case, scale: float) -> str:
     return f"{total} = " + " + ".join(f"{figure(us / scale)} {name}" for name, us in parts.items())
 
 
-def _fraction(case: Case) -> str:
+def _fraction_cell(case: Case) -> str:
     return figure(case.fraction(case.main)) if case.main in case.variants else ""
 
 
-def _exposed(case: Case, scale: float) -> str:
+def _exposed_cell(case: Case, scale: float) -> str:
     beyond = case.exposed_us(case.main) if case.main in case.variants else None
     return "" if beyond is None else figure(beyond / scale)
 
 
-def _rate(case: Case, of: str, scale: float) -> str:
+def _rate_cell(case: Case, of: str, scale: float) -> str:
     """How much of a parameter ours does in a unit of `scale` per us."""
     ours = case.timed.get(case.main)
     amount = case.params.get(of)
     return figure(amount / ours.us / scale) if ours is not None and amount else ""
 
 
-def _gain(case: Case) -> str:
+def _gain_cell(case: Case) -> str:
     return "" if case.gain is None else str(case.gain)
 
 
-def _wanted(case: Case) -> str:
+def _wanted_cell(case: Case) -> str:
     """How many times as quick as its peer ours should be, and whether it is not."""
     at_most, gain = case.params.get("at_most"), case.gain
     if not at_most:

@@ -20,7 +20,7 @@ def show_legend() -> None:
     console().print(LEGEND, style="dim", markup=False)
 
 
-def show(table: TextTable) -> None:
+def print_table(table: TextTable) -> None:
     """Print a table, and what follows from it."""
     out = console()
     grid = Table(title=table.title, title_justify="left")

@@ -15,10 +15,10 @@ from unittest.mock import patch
 
 import torch
 
-from weft.bench.measure import deviation, listed, short
+from weft.bench.measure import as_list, deviation, short
 from weft.bench.problem import Spec
 from weft.bench.solo.measure import Stopwatch, usable
-from weft.bench.solo.sweep import median_us
+from weft.bench.solo.sweep import launch_median_us
 from weft.collectives.ranks.group import alone
 from weft.kernels.attention.ring import Saved
 from weft.kernels.flash import ring_grad_kernel, ring_kernel
@@ -38,7 +38,7 @@ _BACKWARD: Sequence[tuple[int, ...]] = (
 )  # fmt: skip
 
 
-def specs(quick: bool) -> list[Spec]:
+def tile_specs(quick: bool) -> list[Spec]:
     """Causal attention of whole sequences, forward and backward."""
     sizes = (
         [(64, 2, 1, 16)] if quick else [(16384, 32, 8, 128), (4096, 32, 32, 64), (4096, 16, 8, 256)]
@@ -53,7 +53,7 @@ def specs(quick: bool) -> list[Spec]:
     ]
 
 
-def choices_of(spec: Spec, device: torch.device) -> list[Tiles]:
+def tile_choices(spec: Spec, device: torch.device) -> list[Tiles]:
     """What is tried: the kernel's own tiles first."""
     forward = spec.params["step"] == "forward"
     blocks = ["block_m", "block_n"] if forward else ["dkv_m", "dkv_n", "dq_m", "dq_n"]
@@ -103,14 +103,14 @@ def launched_by(spec: Spec, tiles: Tiles) -> Iterator[None]:
         yield
 
 
-def compile_choice(spec: Spec, tiles: Tiles, device: torch.device) -> None:
+def compile_tiles(spec: Spec, tiles: Tiles, device: torch.device) -> None:
     """Inside `compiling()`: the kernels of one choice."""
     problem = _Problem(spec, device)
     with launched_by(spec, tiles):
         problem.run()
 
 
-def search(
+def search_tiles(
     spec: Spec, device: torch.device, say: Callable[[str], None] = lambda text: None
 ) -> dict[str, Any]:
     """The quickest tiles of those whose results are those of the kernel's own, and all times.
@@ -119,16 +119,16 @@ def search(
         RuntimeError: the kernel's own tiles fail, or the GPU refuses all that follows a failure.
     """
     problem, clock = _Problem(spec, device), Stopwatch(device)
-    expected = listed(problem.run())
+    expected = as_list(problem.run())
     trials: list[tuple[Tiles, float, str]] = []
-    for tiles in choices_of(spec, device):
+    for tiles in tile_choices(spec, device):
         us, failure = math.inf, ""
         try:
             with launched_by(spec, tiles):
-                off = deviation(listed(problem.run()), expected) / _TOLERANCE
+                off = deviation(as_list(problem.run()), expected) / _TOLERANCE
                 if not off <= 1:
                     raise ValueError(f"{off:.3g} times the tolerance away from the kernel's own")
-                us = median_us(clock, problem.run, clock.flush)
+                us = launch_median_us(clock, problem.run, clock.flush)
         except Exception as error:  # too few resources, or whatever else there is against it
             failure = f"{type(error).__name__}: {short(str(error))}"
         trials.append((tiles, us, failure))

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 import weft
 from weft import collectives
-from weft.bench.blocks.causal import causal_attention, library_attention
+from weft.bench.blocks.causal import causal_attention, torch_attentions
 from weft.bench.problem import Spec
 from weft.collectives.ranks.group import alone
 from weft.kernels import to_zigzag
@@ -97,7 +97,9 @@ def cases(quick: bool, ranks: Sequence[int]) -> list[Spec]:
     return found
 
 
-def _linear(op: str, M: int, N: int, K: int, dtype: str, **more: str) -> tuple[str, dict[str, Any]]:
+def _sized_matmul(
+    op: str, M: int, N: int, K: int, dtype: str, **more: str
+) -> tuple[str, dict[str, Any]]:
     return op, {"M": M, "N": N, "K": K, "dtype": dtype, **more}
 
 
@@ -106,23 +108,23 @@ _Sized = Iterator[tuple[str, dict[str, Any]]]
 
 def _quick_sizes(W: int) -> _Sized:
     for dtype in ("bfloat16", "float8_e4m3fn"):
-        yield _linear("all_gather_matmul", 16 * W, 32 * W, 64, dtype)
-        yield _linear("matmul_reduce_scatter", 16 * W, 32, 32 * W, dtype)
-        yield _linear("matmul_all_reduce", 16 * W, 32, 32 * W, dtype)
-    yield _linear("matmul_all_reduce", 4, 32, 32 * W, "bfloat16", epilogue="bias + residual")
-    yield _linear("all_gather_matmul", 16 * W, 32 * W, 64, "bfloat16", epilogue="swiglu")
-    yield _linear("weight gradient", 16 * W, 32 * W, 64, "bfloat16")
+        yield _sized_matmul("all_gather_matmul", 16 * W, 32 * W, 64, dtype)
+        yield _sized_matmul("matmul_reduce_scatter", 16 * W, 32, 32 * W, dtype)
+        yield _sized_matmul("matmul_all_reduce", 16 * W, 32, 32 * W, dtype)
+    yield _sized_matmul("matmul_all_reduce", 4, 32, 32 * W, "bfloat16", epilogue="bias + residual")
+    yield _sized_matmul("all_gather_matmul", 16 * W, 32 * W, 64, "bfloat16", epilogue="swiglu")
+    yield _sized_matmul("weight gradient", 16 * W, 32 * W, 64, "bfloat16")
     for op in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
         yield op, {"nbytes": 512 * W, "dtype": "bfloat16"}
     yield "norm", {"tokens": 2 * W, "H": 64, "dtype": "bfloat16"}
     for op in ("ring_attention", "ulysses_attention"):
         for step in ("forward", "backward"):
-            yield op, _heads(8 * W, W, W, 16, step)
+            yield op, _attention_sizes(8 * W, W, W, 16, step)
     yield "flash_decode", _cache(2, 8 * W, 2, 2, 16)
     yield "experts", _mixture(6, 32, 16, 2 * W, 2)
 
 
-def _heads(tokens: int, H: int, H_kv: int, D: int, step: str) -> dict[str, Any]:
+def _attention_sizes(tokens: int, H: int, H_kv: int, D: int, step: str) -> dict[str, Any]:
     sizes = {"tokens": tokens, "H": H, "H_kv": H_kv, "D": D}
     return {**sizes, "dtype": "bfloat16", "step": step}
 
@@ -146,16 +148,16 @@ def _sizes(number: int) -> _Sized:
     """Of the `number`-th of several numbers of ranks."""
     dtypes = ("bfloat16", "float8_e4m3fn")
     for M, dtype in product((8192, 2048) if number == 0 else (8192,), dtypes[: max(1, 2 - number)]):
-        yield _linear("all_gather_matmul", M, *_UP, dtype)
-        yield _linear("matmul_reduce_scatter", M, *_DOWN, dtype)
-        yield _linear("matmul_all_reduce", M, *_DOWN, dtype)
+        yield _sized_matmul("all_gather_matmul", M, *_UP, dtype)
+        yield _sized_matmul("matmul_reduce_scatter", M, *_DOWN, dtype)
+        yield _sized_matmul("matmul_all_reduce", M, *_DOWN, dtype)
     if number > 1:
         return
     for op, step in product(("ring_attention", "ulysses_attention"), ("forward", "backward")):
-        yield op, _heads(16384, 32, 8, 128, step)
+        yield op, _attention_sizes(16384, 32, 8, 128, step)
     for tokens in (8, 128) if number == 0 else (8,):
         yield "norm", {"tokens": tokens, "H": 8192, "dtype": "bfloat16"}
-        yield _linear("matmul_all_reduce", tokens, *_DOWN, "bfloat16")
+        yield _sized_matmul("matmul_all_reduce", tokens, *_DOWN, "bfloat16")
     yield "flash_decode", _cache(16, 32768, 64, 8, 128)
     for tokens in (64, 1024) if number == 0 else (64,):  # DeepSeek V3's
         yield "experts", _mixture(tokens, 7168, 2048, 256, 8)
@@ -164,18 +166,20 @@ def _sizes(number: int) -> _Sized:
             yield op, {"nbytes": nbytes, "dtype": "bfloat16"}
     if number > 0:
         return
-    yield _linear("all_gather_matmul", 2048, *_UP, "bfloat16", epilogue="swiglu")
-    yield _linear("matmul_reduce_scatter", 2048, *_DOWN, "bfloat16", epilogue="bias + residual")
-    yield _linear("matmul_all_reduce", 8, *_DOWN, "bfloat16", epilogue="bias + residual")
-    yield _linear("weight gradient", 8192, *_UP, "bfloat16")
+    yield _sized_matmul("all_gather_matmul", 2048, *_UP, "bfloat16", epilogue="swiglu")
+    yield _sized_matmul(
+        "matmul_reduce_scatter", 2048, *_DOWN, "bfloat16", epilogue="bias + residual"
+    )
+    yield _sized_matmul("matmul_all_reduce", 8, *_DOWN, "bfloat16", epilogue="bias + residual")
+    yield _sized_matmul("weight gradient", 8192, *_UP, "bfloat16")
     for M, dtype in product((8192, 128, 16), dtypes):
-        yield _linear("all_gather_matmul", M, *_QKV, dtype)
-        yield _linear("matmul_reduce_scatter", M, *_OUT, dtype)
-        yield _linear("matmul_all_reduce", M, *_OUT, dtype)
+        yield _sized_matmul("all_gather_matmul", M, *_QKV, dtype)
+        yield _sized_matmul("matmul_reduce_scatter", M, *_OUT, dtype)
+        yield _sized_matmul("matmul_all_reduce", M, *_OUT, dtype)
     for M in (128, 16, 1):
-        yield _linear("matmul_all_reduce", M, *_DOWN, "float8_e4m3fn")
+        yield _sized_matmul("matmul_all_reduce", M, *_DOWN, "float8_e4m3fn")
     for op, step in product(("ring_attention", "ulysses_attention"), ("forward", "backward")):
-        yield op, _heads(4096, 32, 8, 128, step)
+        yield op, _attention_sizes(4096, 32, 8, 128, step)
     yield "flash_decode", _cache(1, 131072, 64, 8, 128)
     yield "flash_decode", _cache(128, 4096, 64, 8, 128)
 
@@ -194,33 +198,33 @@ def of_each_kind(specs: Sequence[Spec]) -> list[Spec]:
     return [first[op] for op in _KINDS if op in first]
 
 
-def build(spec: Spec, rank: int, device: torch.device) -> Workload:
+def workload_of(spec: Spec, rank: int, device: torch.device) -> Workload:
     """The case of `spec`, to be measured as `rank`."""
     params, randoms = spec.params, _Randoms(device)
     op, W = params["op"], params["ranks"]
     if op == "all_gather_matmul":
-        return _gathered(params, W, rank, randoms)
+        return _gather_workload(params, W, rank, randoms)
     if op in _SUMS:
-        return _summed(params, W, rank, randoms)
+        return _sum_workload(params, W, rank, randoms)
     if op == "weight gradient":
-        return _weight_gradient(params, W, rank, randoms)
+        return _weight_gradient_workload(params, W, rank, randoms)
     if op == "norm":
-        return _norm(params, W, rank, randoms)
+        return _norm_workload(params, W, rank, randoms)
     if op in ("ring_attention", "ulysses_attention"):
-        return _attention(params, W, rank, randoms)
+        return _attention_workload(params, W, rank, randoms)
     if op == "flash_decode":
-        return _decode(params, W, rank, randoms)
+        return _decode_workload(params, W, rank, randoms)
     if op == "experts":
-        return _experts(params, W, randoms)
-    return _collective(params, W, rank, randoms)
+        return _experts_workload(params, W, randoms)
+    return _collective_workload(params, W, rank, randoms)
 
 
-def _dtype(params: dict[str, Any]) -> torch.dtype:
+def _case_dtype(params: dict[str, Any]) -> torch.dtype:
     found: torch.dtype = getattr(torch, params["dtype"])
     return found
 
 
-def _multiplied(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor) -> dict[str, Any]:
+def _library_matmuls(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor) -> dict[str, Any]:
     """The library's x @ w, by name."""
     if x.dtype != FP8:
         out = x.new_empty(x.shape[0], w.shape[1])
@@ -234,8 +238,8 @@ def _scales(dtype: torch.dtype, scale: torch.Tensor) -> dict[str, Any]:
     return {"scale_a": scale, "scale_b": scale} if dtype == FP8 else {}
 
 
-def _gathered(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Workload:
-    M, N, K, dtype = params["M"], params["N"] // W, params["K"], _dtype(params)
+def _gather_workload(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Workload:
+    M, N, K, dtype = params["M"], params["N"] // W, params["K"], _case_dtype(params)
     pair = params.get("epilogue") == "swiglu"
     scale = torch.full((), 0.5, device=randoms.device)
     scaled = _scales(dtype, scale)
@@ -268,14 +272,14 @@ def _gathered(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> W
         expected,
         flop=2 * M * N * K,
         nbytes=(M - M // W) * K * dtype.itemsize,
-        libraries=_multiplied(whole, w(rank), scale),
+        libraries=_library_matmuls(whole, w(rank), scale),
         alone=lambda: op(whole, w(rank), group=alone()),
         tolerance=TOLERANCE[dtype],
     )
 
 
-def _summed(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Workload:
-    M, N, K, dtype = params["M"], params["N"], params["K"] // W, _dtype(params)
+def _sum_workload(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Workload:
+    M, N, K, dtype = params["M"], params["N"], params["K"] // W, _case_dtype(params)
     scale = torch.full((), 0.5, device=randoms.device)
     scatters = params["op"] == "matmul_reduce_scatter"
     fused = getattr(weft, params["op"])
@@ -317,15 +321,17 @@ def _summed(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Wor
         depth=1 if scatters else 2,
         flop=2 * M * N * K,
         nbytes=sent if scatters else 2 * sent,
-        libraries=_multiplied(x(rank), w(rank), scale),
+        libraries=_library_matmuls(x(rank), w(rank), scale),
         alone=lambda: fused(x(rank), w(rank), alone(), **scaled, **more(rank, M)),
         tolerance=TOLERANCE[dtype],
     )
 
 
-def _weight_gradient(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Workload:
+def _weight_gradient_workload(
+    params: dict[str, Any], W: int, rank: int, randoms: _Randoms
+) -> Workload:
     """Of all_gather_matmul: gathered(x)^T @ dy, the gather behind the arithmetic."""
-    M, N, K, dtype = params["M"], params["N"] // W, params["K"], _dtype(params)
+    M, N, K, dtype = params["M"], params["N"] // W, params["K"], _case_dtype(params)
     ys: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @cache
@@ -355,9 +361,9 @@ def _weight_gradient(params: dict[str, Any], W: int, rank: int, randoms: _Random
     )
 
 
-def _collective(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Workload:
+def _collective_workload(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Workload:
     """`nbytes`: of the gathered, or of the whole input."""
-    op, dtype = params["op"], _dtype(params)
+    op, dtype = params["op"], _case_dtype(params)
     count = params["nbytes"] // dtype.itemsize // W * W
     share = count // W
 
@@ -386,10 +392,10 @@ def _collective(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) ->
     )
 
 
-def _experts(params: dict[str, Any], W: int, randoms: _Randoms) -> Workload:
+def _experts_workload(params: dict[str, Any], W: int, randoms: _Randoms) -> Workload:
     """Tokens to experts with SwiGLU, and results back."""
     T, H, F, E, k = (params[name] for name in ("tokens", "H", "F", "experts", "top_k"))
-    dtype, own = _dtype(params), E // W
+    dtype, own = _case_dtype(params), E // W
 
     def x(r: int) -> torch.Tensor:
         return randoms("x", r, (T, H), dtype)
@@ -428,8 +434,8 @@ def _experts(params: dict[str, Any], W: int, randoms: _Randoms) -> Workload:
     return Workload(run, expected, depth=2, flop=6 * T * k * H * F, nbytes=2 * nbytes)
 
 
-def _norm(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Workload:
-    tokens, H, dtype = params["tokens"], params["H"], _dtype(params)
+def _norm_workload(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Workload:
+    tokens, H, dtype = params["tokens"], params["H"], _case_dtype(params)
     weight = randoms("weight", 0, (H,), dtype)
 
     @cache
@@ -468,11 +474,11 @@ def _norm(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Workl
     )
 
 
-def _attention(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Workload:
+def _attention_workload(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Workload:
     """Causal; the ring's sequence is in zigzag order. A rank's work is that of H / W heads."""
     S, H, H_kv, D = (params[name] for name in ("tokens", "H", "H_kv", "D"))
     ring, backward = params["op"] == "ring_attention", params["step"] == "backward"
-    dtype, forward_depth = _dtype(params), 1 if ring else 2
+    dtype, forward_depth = _case_dtype(params), 1 if ring else 2
     outs: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def whole(name: str) -> torch.Tensor:
@@ -540,7 +546,7 @@ def _attention(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> 
     flop = 4 * S * S / 2 * D * heads * (2.5 if backward else 1.0)
     moved = S - S // W
     one = partial(weft.ring_attention, group=alone(), causal=True)
-    libraries = library_attention(randoms.device)
+    libraries = torch_attentions(randoms.device)
     return Workload(
         run,
         expected,
@@ -553,10 +559,10 @@ def _attention(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> 
     )
 
 
-def _decode(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Workload:
+def _decode_workload(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Workload:
     """A new token of each sequence to `tokens` before it, which lie on the ranks in blocks."""
     B, S, H, H_kv, D = (params[name] for name in ("batch", "tokens", "H", "H_kv", "D"))
-    dtype = _dtype(params)
+    dtype = _case_dtype(params)
     lengths = torch.full((B,), S, device=randoms.device)
     q = randoms("q", 0, (B, H, 1, D), dtype)
 

@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--device cuda: torch sees no GPU here; --device cpu interprets the kernels")
     from weft.bench.solo import measure
 
-    return measure.run(args, shlex.join(["weft", "bench", "solo", *given]), parser)
+    return measure.run_command(args, shlex.join(["weft", "bench", "solo", *given]), parser)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def compiled(spec: Spec, device: torch.device, *, alone: bool = True) -> None:
     world = solo.SoloWorld(spec.params["ranks"], device, hollow=True)
     try:
         with weft.engine("triton"):
-            problem = cases.build(spec, rank, device)
+            problem = cases.workload_of(spec, rank, device)
             problem.prepare(world)
             with world.at(rank):
                 problem.run(rank)

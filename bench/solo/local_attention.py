@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 import weft
-from weft.bench.blocks.causal import causal_attention, library_attention
+from weft.bench.blocks.causal import causal_attention, torch_attentions
 from weft.bench.blocks.context_parallel import TOLERANCE
 from weft.bench.problem import INPUTS, Options, Prepared, Spec
 from weft.bench.shapes import sized
@@ -85,7 +85,7 @@ def prepare(spec: Spec, options: Options) -> Prepared:
         found = causal_attention(q, k, v, douts[0] if backward else None)
         return found[1:] if backward else found[:1]
 
-    libraries = library_attention(device)
+    libraries = torch_attentions(device)
     return Prepared(
         {"weft": variant(ours, 1)}
         | {name: variant(way, H // H_kv) for name, way in libraries.items()},

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 import weft
-from weft.bench.cli import failed
+from weft.bench.cli import has_failed
 from weft.bench.environment import environment
-from weft.bench.measure import deviation, listed, order, short, time_limit
+from weft.bench.measure import as_list, deviation, order, short, time_limit
 from weft.bench.problem import Spec
 from weft.bench.report.tables import times_of
 from weft.bench.rows import Case, Result, Timing
@@ -99,7 +99,7 @@ class Stopwatch:
         return us
 
 
-def measured(
+def measured_case(
     spec: Spec,
     device: torch.device,
     quick: bool,
@@ -121,7 +121,7 @@ def measured(
     world = solo.SoloWorld(W, device)
     try:
         with weft.engine("triton"), own_stream(device), solo.copied_first():
-            workload = cases.build(spec, rank, device)
+            workload = cases.workload_of(spec, rank, device)
             case.params |= {"flop": workload.flop, "link_bytes": workload.nbytes}
             workload.prepare(world)
             world.learn(workload.run, workload.depth)
@@ -213,7 +213,7 @@ class _Measurement:
             self.case.variants[MAIN].error = error
             self.world.post()
             self._compare(self.run())  # still
-            if rated := rates.tile_of(self.case, chip_of(self.world.device)):
+            if rated := rates.launched_tile(self.case, chip_of(self.world.device)):
                 self.case.params["rated"] = rated
         if self.copies:
             self.case.notes.append(
@@ -257,7 +257,7 @@ class _Measurement:
         """
         self.world.check()
         expected = self.expected if expected is None else expected
-        error = deviation(listed(made), expected) / self.workload.tolerance
+        error = deviation(as_list(made), expected) / self.workload.tolerance
         if not error <= 1:
             raise ValueError(f"wrong: {error:.3g} times the tolerance away from the oracle")
         return error
@@ -277,9 +277,9 @@ class _Measurement:
     def _alone(self, same: Any) -> Any:
         """Its result, compared with that of a library if one ran."""
         assert self.workload.alone is not None
-        made = listed(self.workload.alone())[:1]  # libraries may have gradients for more heads
+        made = as_list(self.workload.alone())[:1]  # libraries may have gradients for more heads
         if "epilogue" not in self.case.params and same is not None:
-            self._compare(made, listed(same)[:1])
+            self._compare(made, as_list(same)[:1])
         return made
 
     def _graph(self) -> Callable[[], Any]:
@@ -328,7 +328,7 @@ class _Measurement:
             self.case.notes.append(f"no profile: {short(str(error))}")
 
 
-def run(args: argparse.Namespace, command: str, parser: argparse.ArgumentParser) -> int:
+def run_command(args: argparse.Namespace, command: str, parser: argparse.ArgumentParser) -> int:
     """What the command line asks for: see `weft.bench.solo.command`."""
     began, device = time.monotonic(), torch.device(args.device)
     until = began + 60 * args.minutes - _MARGIN_S if args.minutes else None
@@ -374,7 +374,7 @@ def run(args: argparse.Namespace, command: str, parser: argparse.ArgumentParser)
                 start = time.monotonic()
                 if until is not None and start + longest > until:
                     raise KeyboardInterrupt
-                case = measured(spec, device, args.quick, args.part, profiles=args.profile)
+                case = measured_case(spec, device, args.quick, args.part, profiles=args.profile)
                 longest = max(longest, time.monotonic() - start)
                 result.cases.append(case)
                 keep()
@@ -392,13 +392,13 @@ def run(args: argparse.Namespace, command: str, parser: argparse.ArgumentParser)
         print("not all cases were measured: --resume goes on", flush=True)
     keep()
     if result.cases and not args.part:
-        _show(result)
+        _print_tables(result)
     if args.rates:
-        for path in rates.write(args.rates, result.cases):
+        for path in rates.write_rates(args.rates, result.cases):
             print(f"wrote {path}")
     if result.interrupted:
         return 130
-    return int(any(failed(case) for case in result.cases))
+    return int(any(has_failed(case) for case in result.cases))
 
 
 def names_of(environment: dict[str, Any]) -> list[str]:
@@ -406,16 +406,16 @@ def names_of(environment: dict[str, Any]) -> list[str]:
     return [gpu["name"] for gpu in environment["gpus"]]
 
 
-def _show(result: Result) -> None:
+def _print_tables(result: Result) -> None:
     try:
         from weft.bench.report import terminal
     except ModuleNotFoundError:  # a machine's own torch has no rich with it
-        for table in page.tables(result):
+        for table in page.tables_by_kind(result):
             print("\n".join([table.title, *markdown_lines(table.header, table.rows)]))
             print("\n".join([*table.summary, *table.notes]))
         return
-    for table in page.tables(result):
-        terminal.show(table)
+    for table in page.tables_by_kind(result):
+        terminal.print_table(table)
 
 
 def _add_part(args: argparse.Namespace, part: str, result: Result, until: float | None) -> None:

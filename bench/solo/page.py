@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.bench.report.tables import TextTable, table_of
+from weft.bench.report.tables import TextTable, result_table
 from weft.bench.rows import Case, Result
 from weft.markdown import markdown_lines
 
@@ -32,13 +32,13 @@ ABOUT = (
 )
 
 
-def tables(result: Result) -> list[TextTable]:
+def tables_by_kind(result: Result) -> list[TextTable]:
     """A table for each kind of call that `result` has cases of."""
     made = []
     for kind, ops in KINDS.items():
         cases = [case for case in result.cases if case.params["op"] in ops]
         if cases:
-            table = table_of(Result("solo", result.environment, cases))
+            table = result_table(Result("solo", result.environment, cases))
             table.title = f"weft bench solo: {kind}"
             table.notes += epilogues(cases)
             made.append(table)
@@ -48,9 +48,9 @@ def tables(result: Result) -> list[TextTable]:
 def epilogues(cases: Sequence[Case]) -> list[str]:
     """What each epilogue adds to the same call without it."""
     found = []
-    plain = {_shape(case): case for case in cases if "epilogue" not in case.params}
+    plain = {_case_shape(case): case for case in cases if "epilogue" not in case.params}
     for case in cases:
-        other = plain.get(_shape(case))
+        other = plain.get(_case_shape(case))
         if "epilogue" not in case.params or other is None:
             continue
         if {case.main} <= case.timed.keys() and {other.main} <= other.timed.keys():
@@ -59,16 +59,16 @@ def epilogues(cases: Sequence[Case]) -> list[str]:
     return found
 
 
-def _shape(case: Case) -> tuple[Any, ...]:
+def _case_shape(case: Case) -> tuple[Any, ...]:
     return tuple(case.params.get(name) for name in ("op", "M", "N", "K", "dtype", "ranks"))
 
 
-def lines(path: Path) -> list[str]:
+def solo_lines(path: Path) -> list[str]:
     """The figures in a file as a section of a page in Markdown; none if there is no file."""
     if not path.exists():
         return []
     made = ["", "## One rank of a group, on a whole chip", "", ABOUT]
-    for table in tables(Result.read(path)):
+    for table in tables_by_kind(Result.read(path)):
         made += ["", f"### {table.title.partition(': ')[2]}", ""]
         made += [*markdown_lines(table.header, table.rows), ""]
         made += [f"- {line}" for line in (*table.summary, *table.notes)]

@@ -22,7 +22,7 @@ _LEAST_US = 100.0  # shorter calls do not count, as signals and launches are in 
 _FP8 = "float8_e4m3fn"
 
 
-def tile_of(case: Case, chip: Chip) -> dict[str, Any] | None:
+def launched_tile(case: Case, chip: Chip) -> dict[str, Any] | None:
     """The chip and the tile that a plain fused matmul is launched with; None for other calls."""
     p = case.params
     if p["op"] not in OPS or "epilogue" in p:
@@ -67,7 +67,7 @@ def rates_of(
     return made
 
 
-def write(folder: Path, cases: Sequence[Case]) -> list[Path]:
+def write_rates(folder: Path, cases: Sequence[Case]) -> list[Path]:
     """Write the table of each chip into `folder`."""
     found = rates_of(cases)
     return [kernel_rates.write(folder, chip, measured) for chip, measured in found.items()]

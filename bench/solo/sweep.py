@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import weft
-from weft.bench.measure import deviation, listed, short
+from weft.bench.measure import as_list, deviation, short
 from weft.bench.problem import Spec
 from weft.bench.solo import cases
 from weft.bench.solo.compiling import compiled
@@ -32,7 +32,7 @@ _WARMUP, _ROUNDS = 2, 7
 _GAIN = 0.98  # of the heuristic's time, that a launch must stay below: the rest is noise
 
 
-def specs(quick: bool) -> list[Spec]:
+def launch_specs(quick: bool) -> list[Spec]:
     """The problems: plain fused matmuls, bf16 before fp8."""
     plain = [
         spec
@@ -42,7 +42,7 @@ def specs(quick: bool) -> list[Spec]:
     return sorted(plain, key=lambda spec: spec.params["dtype"] != "bfloat16")
 
 
-def choices_of(spec: Spec, device: torch.device) -> tuple[tuning.Key, list[Choice]]:
+def launch_choices(spec: Spec, device: torch.device) -> tuple[tuning.Key, list[Choice]]:
     """How the table knows the problem, and what is tried for it."""
     params = spec.params
     dtype = getattr(torch, params["dtype"])
@@ -55,7 +55,7 @@ def compile_choice(spec: Spec, choice: Choice, device: torch.device) -> None:
         compiled(spec, device, alone=False)
 
 
-def search(
+def search_launches(
     spec: Spec,
     device: torch.device,
     folder: Path,
@@ -69,7 +69,7 @@ def search(
     Raises:
         RuntimeError: the heuristic's launch failed, or the GPU refuses all that follows a failure.
     """
-    key, choices = choices_of(spec, device)
+    key, choices = launch_choices(spec, device)
     searched = Search(spec, device)
     trials: list[Trial] = []
     entry: dict[str, Any] = {}
@@ -77,9 +77,9 @@ def search(
         trial = searched.tried(choice)
         trials.append(trial)
         told = f"{trial.us:.0f} us" if not trial.failure else trial.failure
-        say(f"{spec.name}, {number + 1} of {len(choices)}: {told}: {_told(choice)}")
+        say(f"{spec.name}, {number + 1} of {len(choices)}: {told}: {_choice_words(choice)}")
         if trial.failure and (number == 0 or not usable(device)):
-            raise RuntimeError(f"{_told(choice)}: {trial.failure}")
+            raise RuntimeError(f"{_choice_words(choice)}: {trial.failure}")
         best = best_of(trials)
         if trial is best or number == 0:
             entry = tuning.entry_of(key, best, trials[0])
@@ -87,7 +87,7 @@ def search(
     return entry, trials
 
 
-def median_us(clock: Stopwatch, call: Callable[[], Any], before: Callable[[], Any]) -> float:
+def launch_median_us(clock: Stopwatch, call: Callable[[], Any], before: Callable[[], Any]) -> float:
     """What a launch takes, after a few calls that do not count."""
     times = [clock.us(call, before) for _ in range(_WARMUP + _ROUNDS)]
     return statistics.median(times[_WARMUP:])
@@ -99,7 +99,7 @@ def best_of(trials: Sequence[Trial]) -> Trial:
     return best if best.us < _GAIN * trials[0].us else trials[0]
 
 
-def _told(choice: Choice) -> str:
+def _choice_words(choice: Choice) -> str:
     said = {name: value for name, value in asdict(choice).items() if value}
     return str(said) if said else "the heuristic"
 
@@ -111,7 +111,7 @@ class Search:
         self.W, self.device, self.clock = spec.params["ranks"], device, Stopwatch(device)
         self.rank = 1 % self.W
         with own_stream(device):
-            self.problem = cases.build(spec, self.rank, device)
+            self.problem = cases.workload_of(spec, self.rank, device)
             self.expected = self.problem.expected(self.rank)
 
     def tried(self, choice: Choice) -> Trial:
@@ -144,9 +144,9 @@ class Search:
         world.post()
         made = run()
         world.check()
-        off = deviation(listed(made), self.expected) / self.problem.tolerance
+        off = deviation(as_list(made), self.expected) / self.problem.tolerance
         if not off <= 1:
             return Trial(choice, math.inf, f"wrong: {off:.3g} times the tolerance")
-        us = median_us(self.clock, run, cold)
+        us = launch_median_us(self.clock, run, cold)
         world.check()
         return Trial(choice, us)

@@ -44,7 +44,9 @@ def cases(options: Options) -> list[Spec]:
     """The suite's cases, or every kind of the user's shapes."""
     given: Any = _QUICK if options.quick else _GPU if options.device == "cuda" else _CPU
     if options.shapes:
-        shapes = [_of_model(s, options) if isinstance(s, Model) else s for s in options.shapes]
+        shapes = [
+            _sizes_of_model(s, options) if isinstance(s, Model) else s for s in options.shapes
+        ]
         given = [(kind, sized(shape, SIZES, NAME)) for shape in shapes for kind in _KINDS]
     return [
         Spec(
@@ -55,7 +57,7 @@ def cases(options: Options) -> list[Spec]:
     ]
 
 
-def _of_model(model: Model, options: Options) -> tuple[int, ...]:
+def _sizes_of_model(model: Model, options: Options) -> tuple[int, ...]:
     sizes, tokens = model.for_run(options)
     return tokens, sizes.heads, sizes.kv_heads, sizes.head_dim
 

@@ -37,13 +37,15 @@ def cases(options: Options) -> list[Spec]:
     if not sizes:
         sizes = [1 << 10, 1 << 16] if options.quick else list(_SIZES)
     return [
-        Spec(f"{op} {_readable(nbytes)}", {"op": op, "nbytes": nbytes, "dtype": options.dtype_name})
+        Spec(
+            f"{op} {_size_words(nbytes)}", {"op": op, "nbytes": nbytes, "dtype": options.dtype_name}
+        )
         for op in OPS
         for nbytes in sizes
     ]
 
 
-def _readable(nbytes: int) -> str:
+def _size_words(nbytes: int) -> str:
     for unit, shift in (("MiB", 20), ("KiB", 10)):
         if nbytes >= 1 << shift:
             return f"{nbytes / (1 << shift):g} {unit}"

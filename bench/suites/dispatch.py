@@ -70,7 +70,7 @@ _on_one_device = SimpleNamespace(
 )
 
 
-def _rows(api: Any, mesh: DeviceMesh) -> Iterator[tuple[str, Operation]]:
+def _operations(api: Any, mesh: DeviceMesh) -> Iterator[tuple[str, Operation]]:
     generator = torch.Generator().manual_seed(0)
     replicate, shard, columns = [api.Replicate()], [api.Shard(0)], [api.Shard(1)]
 
@@ -156,11 +156,13 @@ def _rows(api: Any, mesh: DeviceMesh) -> Iterator[tuple[str, Operation]]:
 
 
 @lru_cache(maxsize=1)
-def _tables(ranks: int) -> tuple[dict[str, Operation], dict[str, Operation], dict[str, Operation]]:
+def _operations_by_api(
+    ranks: int,
+) -> tuple[dict[str, Operation], dict[str, Operation], dict[str, Operation]]:
     """Ours, torch's, and what they are compared with: rows of the same values."""
     mesh = init_device_mesh("cpu", (ranks,))
     ours, theirs, whole = (
-        dict(_rows(api, mesh)) for api in (weft_tensor, torch_tensor, _on_one_device)
+        dict(_operations(api, mesh)) for api in (weft_tensor, torch_tensor, _on_one_device)
     )
     return ours, theirs, whole
 
@@ -201,7 +203,7 @@ def prepare(spec: Spec, options: Options) -> Prepared:
     if options.device != "cpu":
         why = "the host's time is taken on CPU ranks, where nothing runs beside it: --device cpu"
         return Prepared({}, absent={_WEFT: why, _TORCH: why})
-    ours, theirs, whole = (table[spec.name] for table in _tables(options.ranks))
+    ours, theirs, whole = (table[spec.name] for table in _operations_by_api(options.ranks))
     repeats = 5 if options.quick else _REPEATS
 
     def repeated(row: Operation) -> Call:
@@ -229,9 +231,9 @@ def _values(shown: tuple[Operation, Any]) -> list[torch.Tensor]:
     """All of the tensors that a call has returned or written."""
     row, value = shown
     found = tree_leaves([value, row.written()])
-    return [_whole(each) for each in found if isinstance(each, torch.Tensor)]
+    return [_detached_whole(each) for each in found if isinstance(each, torch.Tensor)]
 
 
-def _whole(tensor: Any) -> torch.Tensor:
+def _detached_whole(tensor: Any) -> torch.Tensor:
     whole: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return whole.detach().as_subclass(torch.Tensor)

@@ -48,7 +48,7 @@ def prepare(spec: Spec, options: Options) -> Prepared:
     if p["block"] == "mlp":
         block = tensor_parallel.swiglu(p["tokens"], p["hidden"], p["ffn"], options.ranks)
     else:
-        block = tensor_parallel.attention(
+        block = tensor_parallel.attention_pair(
             p["tokens"], p["hidden"], p["heads"], p["kv_heads"], p["head_dim"]
         )
     return tensor_parallel.prepare(block, options)

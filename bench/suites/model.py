@@ -71,7 +71,7 @@ def prepare(spec: Spec, options: Options) -> Prepared:
         inputs, wanted = (
             api.DTensor.from_local(t, mesh, whole, run_check=False) for t in (tokens, targets)
         )
-        return _stepper(made, inputs, wanted)
+        return _demo_stepper(made, inputs, wanted)
 
     share = batch // dist.get_world_size()
     return Prepared(
@@ -79,8 +79,8 @@ def prepare(spec: Spec, options: Options) -> Prepared:
             _MAIN: parallelized(weft_tensor, weft_parallel),
             _PEER: parallelized(torch_tensor, torch_parallel),
         },
-        {"arithmetic": _stepper(model(options.dtype), tokens[:share], targets[:share])},
-        expected=lambda: _stepper(model(torch.float32), tokens, targets)(0),
+        {"arithmetic": _demo_stepper(model(options.dtype), tokens[:share], targets[:share])},
+        expected=lambda: _demo_stepper(model(torch.float32), tokens, targets)(0),
         tolerance={torch.bfloat16: 5e-2, torch.float16: 1e-2}.get(options.dtype, 1e-4),
         inputs=1,
         main=_MAIN,
@@ -88,7 +88,7 @@ def prepare(spec: Spec, options: Options) -> Prepared:
     )
 
 
-def _stepper(model: Llama, inputs: Any, targets: Any) -> Call:
+def _demo_stepper(model: Llama, inputs: Any, targets: Any) -> Call:
     """A call that makes a training step; its value: the loss and the norm of all gradients."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
 
@@ -99,10 +99,10 @@ def _stepper(model: Llama, inputs: Any, targets: Any) -> Call:
         norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        return [_whole(loss.detach()), _whole(norm)]
+        return [_arrived_whole(loss.detach()), _arrived_whole(norm)]
 
     return step
 
 
-def _whole(value: Any) -> torch.Tensor:
+def _arrived_whole(value: Any) -> torch.Tensor:
     return arrived(value.full_tensor() if hasattr(value, "full_tensor") else value)

@@ -51,7 +51,7 @@ def cases(options: Options) -> list[Spec]:
     shapes: list[tuple[str, tuple[int, ...], Sequence[str]]] = []
     for entry in options.shapes or _default(options):
         if isinstance(entry, Model):
-            shapes += _of_model(entry, options)
+            shapes += _linears_of_model(entry, options)
         else:
             shapes.append(("", sized(entry, SIZES, NAME), OPS))
     return [
@@ -71,7 +71,9 @@ def _default(options: Options) -> list[tuple[int, int, int]]:
     return [(M, N, K) for M in rows for N in columns]
 
 
-def _of_model(model: Model, options: Options) -> list[tuple[str, tuple[int, ...], Sequence[str]]]:
+def _linears_of_model(
+    model: Model, options: Options
+) -> list[tuple[str, tuple[int, ...], Sequence[str]]]:
     """The linears of a decoder layer, with the ops they become under tensor parallelism."""
     sizes, tokens = model.for_run(options)
     heads, ups = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim, 2 * sizes.ffn
@@ -128,9 +130,9 @@ def prepare(spec: Spec, options: Options) -> Prepared:
     """One op on one shape, on this rank."""
     group, device = resolve(None), torch.device(options.device)
     build: Callable[..., _DrawnProblem] = {
-        "all_gather_matmul": _gathered,
-        "matmul_reduce_scatter": _scattered,
-        "matmul_all_reduce": _reduced,
+        "all_gather_matmul": _all_gather_problem,
+        "matmul_reduce_scatter": _reduce_scatter_problem,
+        "matmul_all_reduce": _all_reduce_problem,
     }[spec.params["op"]]
     sizes = (spec.params[name] for name in SIZES)
     generator = torch.Generator(device).manual_seed(0)  # the same on every rank
@@ -140,7 +142,7 @@ def prepare(spec: Spec, options: Options) -> Prepared:
         return values.to(options.dtype)
 
     problem = build(group, *sizes, drawn)
-    xs, ws = _alike(problem.x), [w.t() for w in _alike(problem.w)]
+    xs, ws = _rotated(problem.x), [w.t() for w in _rotated(problem.w)]
 
     def on(engine: Any) -> Call:
         def call(i: int) -> torch.Tensor:
@@ -194,12 +196,12 @@ def _prices(op: str, problem: _DrawnProblem, group: Group, device: torch.device)
     return {str(name): asdict(price) for name, price in prices.items()}
 
 
-def _alike(first: torch.Tensor) -> list[torch.Tensor]:
+def _rotated(first: torch.Tensor) -> list[torch.Tensor]:
     """`first`, and as many more of its shape as inputs are rotated."""
     return [first, *(torch.randn_like(first) for _ in range(INPUTS - 1))]
 
 
-def _gathered(group: Group, M: int, N: int, K: int, drawn: Drawn) -> _DrawnProblem:
+def _all_gather_problem(group: Group, M: int, N: int, K: int, drawn: Drawn) -> _DrawnProblem:
     import torch.distributed._symmetric_memory  # registers torch.ops.symm_mem
 
     rows, columns = chunk_sizes(M, group.world_size), chunk_sizes(N, group.world_size)
@@ -229,7 +231,7 @@ def _gathered(group: Group, M: int, N: int, K: int, drawn: Drawn) -> _DrawnProbl
     )
 
 
-def _columns(
+def _cut_columns(
     group: Group, M: int, N: int, K: int, drawn: Drawn
 ) -> tuple[torch.Tensor, torch.Tensor, Callable[[], torch.Tensor]]:
     """This rank's columns of x, the weight's columns that go with them, and all of x @ w^T."""
@@ -239,10 +241,10 @@ def _columns(
     return x, w, lambda: x_whole.double() @ w_whole.double().t()
 
 
-def _scattered(group: Group, M: int, N: int, K: int, drawn: Drawn) -> _DrawnProblem:
+def _reduce_scatter_problem(group: Group, M: int, N: int, K: int, drawn: Drawn) -> _DrawnProblem:
     import torch.distributed._symmetric_memory  # registers torch.ops.symm_mem
 
-    x, w, whole = _columns(group, M, N, K, drawn)
+    x, w, whole = _cut_columns(group, M, N, K, drawn)
     rows = chunk_sizes(M, group.world_size)
     out = x.new_empty(rows[group.rank], N)
 
@@ -267,10 +269,10 @@ def _scattered(group: Group, M: int, N: int, K: int, drawn: Drawn) -> _DrawnProb
     )
 
 
-def _reduced(group: Group, M: int, N: int, K: int, drawn: Drawn) -> _DrawnProblem:
+def _all_reduce_problem(group: Group, M: int, N: int, K: int, drawn: Drawn) -> _DrawnProblem:
     import torch.distributed._symmetric_memory as memory  # registers torch.ops.symm_mem
 
-    x, w, whole = _columns(group, M, N, K, drawn)
+    x, w, whole = _cut_columns(group, M, N, K, drawn)
     shown = x.new_empty(0)
 
     def plain(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -339,7 +341,7 @@ class Verdict:
         return text
 
 
-def verdict(cases: Sequence[Case]) -> Verdict:
+def engines_verdict(cases: Sequence[Case]) -> Verdict:
     """`auto` against the best of the engines that were forced, over a suite's cases."""
     behind = []
     for case in cases:

@@ -76,23 +76,23 @@ def prepare(spec: Spec, options: Options) -> Prepared:
     shape, batch = LlamaShape(**spec.params["shape"]), spec.params["batch"]
     tokens, targets = standard_library().batch(0, batch, shape.seq_len, seed=0)
     tokens, targets = tokens.to(options.device), targets.to(options.device)
-    whole = _model(shape, spec.params["experts"], options.dtype, options.device)
+    whole = _seeded_llama(shape, spec.params["experts"], options.dtype, options.device)
     found = plan(whole, mesh_of_ranks(options.device), tokens)
     rank, W = dist.get_rank(), dist.get_world_size()
 
     def applied(each: Plan) -> Call:
         parts = math.prod(each.data_dims)
         own = [t.chunk(parts)[rank * parts // W] for t in (tokens, targets)]
-        return _stepper(each.apply(copy.deepcopy(whole)), *own, average=parts > 1)
+        return _plan_stepper(each.apply(copy.deepcopy(whole)), *own, average=parts > 1)
 
     by_hand = {name: each for name, each in found.beside.items() if isinstance(each, Plan)}
     share = batch // W
-    oracle = _model(shape, spec.params["experts"], torch.float32, options.device)
-    alone = _stepper(copy.deepcopy(whole), tokens[:share], targets[:share], average=False)
+    oracle = _seeded_llama(shape, spec.params["experts"], torch.float32, options.device)
+    alone = _plan_stepper(copy.deepcopy(whole), tokens[:share], targets[:share], average=False)
     return Prepared(
         {name: applied(each) for name, each in {_MAIN: found, **by_hand}.items()},
         {"arithmetic": alone},
-        expected=lambda: _stepper(oracle, tokens, targets, average=False)(0),
+        expected=lambda: _plan_stepper(oracle, tokens, targets, average=False)(0),
         tolerance={torch.bfloat16: 5e-2, torch.float16: 1e-2}.get(options.dtype, 1e-4),
         inputs=1,
         main=_MAIN,
@@ -103,7 +103,7 @@ def prepare(spec: Spec, options: Options) -> Prepared:
 WANTED = 1.05  # of the best plan by hand
 
 
-def verdict(cases: Sequence[Case]) -> str:
+def plan_verdict(cases: Sequence[Case]) -> str:
     """The plan against the best of those by hand, in the same rounds, with the medians' intervals
     (95 %). Empty if no case has both."""
     told, holds = [], True
@@ -123,7 +123,7 @@ def verdict(cases: Sequence[Case]) -> str:
     return f"the plan takes {'; '.join(told)}. Wanted {WANTED:.2f} of the best by hand: {said}."
 
 
-def _model(shape: LlamaShape, experts: int, dtype: torch.dtype, device: str) -> nn.Module:
+def _seeded_llama(shape: LlamaShape, experts: int, dtype: torch.dtype, device: str) -> nn.Module:
     torch.manual_seed(0)
     made: Any = Llama(shape)
     for block in made.blocks if experts else ():
@@ -135,7 +135,7 @@ def _model(shape: LlamaShape, experts: int, dtype: torch.dtype, device: str) -> 
     return whole
 
 
-def _stepper(
+def _plan_stepper(
     model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, *, average: bool
 ) -> Call:
     """A call that makes a training step; its value: the loss of all ranks."""

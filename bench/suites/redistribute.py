@@ -66,14 +66,14 @@ def _mesh_shape(ranks: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1)
-def _mesh(device: str, shape: tuple[int, ...]) -> DeviceMesh:
+def _cached_mesh(device: str, shape: tuple[int, ...]) -> DeviceMesh:
     return init_device_mesh(device, shape)
 
 
 def prepare(spec: Spec, options: Options) -> Prepared:
     """One pair of layouts, on this rank."""
     p, group = spec.params, resolve(None)
-    mesh = _mesh(options.device, _mesh_shape(options.ranks))
+    mesh = _cached_mesh(options.device, _mesh_shape(options.ranks))
     source, target = ([_PLACEMENTS[name] for name in p[key]] for key in ("source", "target"))
     plan = redistribute_plan(mesh, p["shape"], options.dtype, source, target)
     generator = torch.Generator().manual_seed(0)

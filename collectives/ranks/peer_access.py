@@ -135,7 +135,7 @@ def nvlink_domain() -> str:
 
     WEFT_NVLINK says it for those who know better.
     """
-    if given := settings.nvlink_domain():
+    if given := settings.given_nvlink_domain():
         return "" if given == "0" else given
     if not torch.cuda.is_available() or not _exchanges_fabric_handles(torch.version.cuda):
         return ""

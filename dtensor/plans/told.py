@@ -25,7 +25,7 @@ def table(plan: Plan) -> str:
         fits = "does not fit" if over else ""
         rows.append((name, time(each.step_us), size(each.memory_bytes), fits, layout(each)))
     lines = [f"plan for a mesh of {mesh}, by rates of {plan.hardware}{limit}", "", *_columns(rows)]
-    styles = _grouped({path: repr(style) for path, style in plan.styles.items()})
+    styles = _styles_by_path({path: repr(style) for path, style in plan.styles.items()})
     if styles:
         lines += ["", "styles", *_columns([("  " + path, style) for path, style in styles])]
     params = {name: p for name, p in plan.placements.items() if not p.is_replicate()}
@@ -34,7 +34,7 @@ def table(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _grouped(styles: Mapping[str, str]) -> list[tuple[str, str]]:
+def _styles_by_path(styles: Mapping[str, str]) -> list[tuple[str, str]]:
     """Paths that differ in one number, and have the same style, as one: "layers.[0-7,9].w1"."""
     found: dict[tuple[str, str, str], list[int]] = {}
     for path, style in styles.items():

@@ -92,7 +92,7 @@ def dispatch_config(
     if world_size > 1 and _waits_for_links(N, dtype):
         copy_programs = _copying(chip.cores, N)
     if not pair:
-        tiling = _in_few_waves(tiling, chip, chip.cores - copy_programs, experts, rows, N)
+        tiling = _experts_in_few_waves(tiling, chip, chip.cores - copy_programs, experts, rows, N)
     copy_n = 512 * tiling.num_warps // dtype.itemsize
     copy_m = 8  # twice as many spill, as each row has a pointer of its own
     descriptors = chip.descriptors and dtype != torch.float32
@@ -100,7 +100,7 @@ def dispatch_config(
     return DispatchConfig(tiling, programs, copy_programs, 32, copy_m, copy_n, descriptors)
 
 
-def _in_few_waves(
+def _experts_in_few_waves(
     tiling: Tiling, chip: Chip, cores: int, experts: int, rows: int, N: int
 ) -> Tiling:
     """Wide tiles half as wide, where so many cores then make all in less time by a tenth, as fewer

@@ -145,7 +145,7 @@ def _fuse(node: Node, routings: dict[Node, list[Node]]) -> Receipt:
     waits = [user for user in node.users if is_call(user, c10d.wait_tensor.default)]
     if len(waits) != 1 or not all(_asks_rows(user) for user in node.users if user not in waits):
         raise RefusedError("its result is used before it is waited for")
-    table = _table_of(node)
+    table = _exchanged_counts(node)
     if _is_out(node, table):
         return _send(_ordered_out(node, waits[0]), table, routings)
     if table.exchange not in routings:
@@ -156,7 +156,7 @@ def _fuse(node: Node, routings: dict[Node, list[Node]]) -> Receipt:
 def _send(move: _Move, table: _Table, routings: dict[Node, list[Node]]) -> Receipt:
     node, rows = move.collective, move.rows
     x, receives, _, group = node.args
-    taken = _narrowed(rows) or [rows]
+    taken = _narrowing_casts(rows) or [rows]
     users = dict.fromkeys(user for each in taken for user in each.users)
     products = [user for user in users if _multiplies(user) and user.args[0] in taken]
     if not products:
@@ -167,9 +167,9 @@ def _send(move: _Move, table: _Table, routings: dict[Node, list[Node]]) -> Recei
     if not at.can_hoist(weights):
         raise RefusedError("what multiplies its rows is gathered later")
     told = receipt_of(node, "dispatch_grouped_matmul", counted(len(products), "matmul"))
-    received = _total(before, receives)
+    received = _size_total(before, receives)
     if table.exchange not in routings:
-        routings[table.exchange] = _routing(node, table, received)
+        routings[table.exchange] = _row_routing(node, table, received)
     for each in (node, move.arrived, *{rows, *taken}):
         _tell_rows(each, received)
     if taken[0] is not rows:
@@ -202,7 +202,7 @@ def _return(move: _Move, table: _Table, routing: list[Node]) -> Receipt:
     at = Builder(node.graph, node)
     told = receipt_of(node, "grouped_matmul_combine", "a matmul" if products else "rows alone")
     for each in (node, move.arrived):
-        _tell_rows(each, _total(at, receives))
+        _tell_rows(each, _size_total(at, receives))
     h, w = made.args[:2] if products else (made, None)
     made = at.call(_ops.grouped_matmul_combine.default, h, w, None, routing, group, 1, None)
     tell_as(node, made)
@@ -211,7 +211,7 @@ def _return(move: _Move, table: _Table, routing: list[Node]) -> Receipt:
     return told
 
 
-def _narrowed(rows: Node) -> list[Node]:
+def _narrowing_casts(rows: Node) -> list[Node]:
     """What casts them to the same fewer bytes, if nothing else is done with them."""
     users = [user for user in rows.users if not _asks_rows(user)]
     dtypes = {user.meta["val"].dtype for user in users if is_cast(user) and _is_wider(rows, user)}
@@ -223,7 +223,7 @@ def _is_wider(node: Node, other: Node) -> bool:
     return bool(wider > narrower > 1)
 
 
-def _routing(node: Node, table: _Table, received: Any) -> list[Node]:
+def _row_routing(node: Node, table: _Table, received: Any) -> list[Node]:
     """That of rows which each have one expert, sorted by these, before `node` sends them."""
     at, group = Builder(node.graph, node), node.args[3]
     counts = at.call(aten.reshape.default, table.counts, [table.experts])
@@ -257,7 +257,7 @@ def _tell_rows(of: Node, rows: Any) -> None:
             of.graph.erase_node(user)
 
 
-def _total(at: Builder, sizes: Any) -> Any:
+def _size_total(at: Builder, sizes: Any) -> Any:
     def added(a: Any, b: Any) -> Any:
         is_told = isinstance(a, Node) or isinstance(b, Node)
         return at.call(operator.add, a, b) if is_told else a + b
@@ -305,7 +305,7 @@ def _only(index: Any) -> Node:
     raise RefusedError(UNKNOWN)
 
 
-def _table_of(node: Node) -> _Table:
+def _exchanged_counts(node: Node) -> _Table:
     """The one exchange of counts over the same ranks that tells how many rows move."""
     _, receives, sends, group = node.args
     found, seen = set[Node](), set[Node]()

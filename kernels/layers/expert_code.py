@@ -45,7 +45,7 @@ def known_experts(module: nn.Module) -> KnownExperts | None:
     Example: torchtitan's GroupedExperts, which multiply in bf16 whatever their weights are:
         KnownExperts(ExpertLayout(("w1", "w3", "w2")), "swiglu", torch.bfloat16).
     """
-    if not _is_plain(module):
+    if not _has_no_side_effects(module):
         return None
     tried: dict[tuple[str, ...], torch.Tensor | None] = {}
     best: tuple[float, KnownExperts] | None = None
@@ -58,7 +58,9 @@ def known_experts(module: nn.Module) -> KnownExperts | None:
         like = weights[layout.names[0]]
         whole = _drawn(layout, like)
         if layout.names not in tried:
-            tried[layout.names] = _run(module, dict(layout.state(whole)), like.dtype, routed)
+            tried[layout.names] = _trial_output(
+                module, dict(layout.state(whole)), like.dtype, routed
+            )
         made = tried[layout.names]
         if made is None:
             continue
@@ -74,7 +76,7 @@ def known_experts(module: nn.Module) -> KnownExperts | None:
     return best and best[1]
 
 
-def _is_plain(module: nn.Module) -> bool:
+def _has_no_side_effects(module: nn.Module) -> bool:
     """Whether a call does no more than return its result, as far as can be seen."""
     inside = [each for each in module.modules() if each is not module]
     hooked = any(each._forward_hooks or each._forward_pre_hooks for each in inside)
@@ -92,7 +94,7 @@ def _drawn(layout: ExpertLayout, like: torch.Tensor) -> dict[str, torch.Tensor]:
     return whole
 
 
-def _tokens() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _trial_tokens() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Small and large ones, their experts, and their weights."""
     draw, count = torch.Generator().manual_seed(1), len(_IDS)
     x = torch.randn(count, _HIDDEN, generator=draw, device="cpu")
@@ -102,12 +104,12 @@ def _tokens() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return (x * sizes.unsqueeze(1)).bfloat16(), ids, weights.bfloat16()
 
 
-def _run(
+def _trial_output(
     module: nn.Module, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, routed: bool
 ) -> torch.Tensor | None:
-    """What the module makes of `_tokens` with these weights, always the same; else None."""
+    """What the module makes of `_trial_tokens` with these weights, always the same; else None."""
     device = next(iter(weights.values())).device
-    x, ids, scores = (t.to(device) for t in _tokens())
+    x, ids, scores = (t.to(device) for t in _trial_tokens())
     x = x.to(dtype)
     rest = (ids, scores.to(dtype)) if routed else (torch.tensor(_COUNTS, device=device),)
     own, state = vars(module).get("num_experts"), dict(weights)
@@ -134,7 +136,7 @@ def _expected(
     whole: Mapping[str, torch.Tensor], activation: Activation, routed: bool, dtype: torch.dtype
 ) -> torch.Tensor:
     """The same by the fused ops' steps, in `dtype`."""
-    x, ids, scores = (t.cpu() for t in _tokens())
+    x, ids, scores = (t.cpu() for t in _trial_tokens())
     ways = {role: w.cpu().to(dtype).transpose(1, 2) for role, w in whole.items()}
     zs = [x.to(dtype) @ w for role, w in ways.items() if role != "down_proj"]
     (h,) = activate(zs, activation)

@@ -110,7 +110,7 @@ def _makes_floats(kwargs: dict[str, Any]) -> bool:
 def _matmul_sizes(name: str, reads: list[torch.Tensor]) -> tuple[tuple[int, ...], int, int] | None:
     """The rows M of each product (M, K) @ (K, N) of a launch, N and K."""
     if name in ("_grouped_mm", "_scaled_grouped_mm"):
-        return _grouped(reads)
+        return _grouped_sizes(reads)
     if name in ("mm", "addmm", "addmm_", "_scaled_mm"):
         matrices = [t for t in reads if t.ndim == 2]
         a, b = matrices[:2] if name in ("mm", "_scaled_mm") else matrices[-2:]
@@ -124,7 +124,7 @@ def _matmul_sizes(name: str, reads: list[torch.Tensor]) -> tuple[tuple[int, ...]
     return None
 
 
-def _grouped(reads: list[torch.Tensor]) -> tuple[tuple[int, ...], int, int]:
+def _grouped_sizes(reads: list[torch.Tensor]) -> tuple[tuple[int, ...], int, int]:
     """As `_matmul_sizes`, of groups that end where the integers among the operands say."""
     a, b = reads[:2]
     ends = next((t.tolist() for t in reads if not t.is_floating_point()), [])

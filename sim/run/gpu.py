@@ -87,12 +87,12 @@ def run_on_gpu(
         raise RuntimeError("torch sees no GPU here: sim.run needs none")
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise RuntimeError("kernels are interpreted in this process: unset TRITON_INTERPRET")
-    prepare(torch.cuda.is_initialized())
+    prepare_queues(torch.cuda.is_initialized())
     device = torch.device("cuda", torch.cuda.current_device())
     return run_threads(world_size, fn, device, timeout)
 
 
-def prepare(initialised: bool) -> None:
+def prepare_queues(initialised: bool) -> None:
     """Have the GPU's queues be as many as there may be, before it is `initialised`.
 
     Raises:

@@ -147,7 +147,7 @@ def test_pytest_benchmark_reads_the_history(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_the_table_of_the_readme_is_made_from_results(folder: Path) -> None:
-    lines = readme.table(folder).splitlines()
+    lines = readme.readme_figures(folder).splitlines()
     row = next(line for line in lines if line.startswith("| 24x16x32 | "))
     head = next(line for line in lines if line.startswith("| tokens"))
     assert row.count("|") == head.count("|") == 9
@@ -177,9 +177,9 @@ def test_what_gpus_have_measured_is_a_line_of_the_readme(tmp_path: Path) -> None
     where = {"gpus": [{"name": "Some GPU"}]}
     rows.Result("gpu", where, own).write(tmp_path / "some-gpu.json")
     rows.Result("solo", where, solo).write(tmp_path / "some-gpu.solo.json")
-    assert readme._on_gpus(tmp_path) == []
+    assert readme._gpu_lines(tmp_path) == []
     (tmp_path / "some-gpu.outcomes.jsonl").write_text("")
-    (line,) = readme._on_gpus(tmp_path)
+    (line,) = readme._gpu_lines(tmp_path)
     assert (
         "one Some GPU, bf16, speed relative to the quickest library: matmuls from 1024 rows at "
         "0.75 to 1.00 of cuBLAS, matmuls of fewer rows at 0.50 of cuBLAS, attention forward at "
@@ -194,11 +194,11 @@ def planted() -> dict[str, rows.Case]:
     try:
         own = suite(str(ROOT / "examples" / "own_kernel.py"))
         options = Options(rounds=5, shapes=((4, 16),))
-        result, of_own = runner.run([bench_cases, own], options)
+        result, of_own = runner.run_suites([bench_cases, own], options)
     finally:
         os.environ["WEFT_TIMEOUT_S"] = before
     assert [case.name for case in result.cases] == [s.name for s in bench_cases.cases(options)]
-    assert of_own.suite == "own_kernel" and tables.table_of(of_own).rows
+    assert of_own.suite == "own_kernel" and tables.result_table(of_own).rows
     return {case.name: case for case in (*result.cases, *of_own.cases)}
 
 
@@ -241,7 +241,7 @@ def test_a_failure_is_a_row(planted: dict[str, rows.Case]) -> None:
         assert case.variants["sleep"].us >= 2000
     result = rows.Result("planted", {"ranks": 2, "cores": 2, "cpu": "c", "device": "cpu",
                          "quiet": True}, list(planted.values()))  # fmt: skip
-    table = tables.table_of(result)
+    table = tables.result_table(result)
     assert [row[1] for row in table.rows].count("failed") == 3
     assert "no time of weft in raising: ValueError: planted in the call" in table.notes
 
@@ -256,7 +256,7 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path: Path) -> None:
         "if __name__ == '__main__':\n"
         "    bench_cases.cases = lambda options: ["
         "problem.Spec(n, {'op': n}) for n in ('right', 'last', 'slow', 'right')]\n"
-        "    (result,) = runner.run([bench_cases], problem.Options(rounds=3))\n"
+        "    (result,) = runner.run_suites([bench_cases], problem.Options(rounds=3))\n"
         "    print([case.name for case in result.cases], result.interrupted)\n"
     )
     mark = tmp_path / "slow"
@@ -374,15 +374,15 @@ def test_files_do_not_command_the_terminal(
 
 
 def test_shapes_are_sizes_models_and_files(tmp_path: Path) -> None:
-    assert shapes.parse("3,4,5") == ((3, 4, 5),)
-    (llama,) = shapes.parse("llama-3-70b")
+    assert shapes.parse_shapes("3,4,5") == ((3, 4, 5),)
+    (llama,) = shapes.parse_shapes("llama-3-70b")
     assert (llama.hidden, llama.ffn, llama.heads, llama.kv_heads) == (8192, 28672, 64, 8)
     file = tmp_path / "mine.yaml"
     file.write_text(
         "models:\n  mine: {hidden: 64, ffn: 96, heads: 4, kv_heads: 2, head_dim: 16}\n"
         "sizes:\n  - [4, 8, 2]\n  - 1,2,3\n"
     )
-    mine, *sizes = shapes.parse(str(file))
+    mine, *sizes = shapes.parse_shapes(str(file))
     assert (mine.name, mine.ffn, sizes) == ("mine", 96, [(4, 8, 2), (1, 2, 3)])
     specs = ops.cases(Options(shapes=(mine,), full_size=True))
     assert [s.name for s in specs][:2] == [
@@ -397,10 +397,10 @@ def test_shapes_are_sizes_models_and_files(tmp_path: Path) -> None:
     ):
         file.write_text(content)
         with pytest.raises(argparse.ArgumentTypeError, match=text):
-            shapes.parse(str(file))
+            shapes.parse_shapes(str(file))
     file.write_bytes(b"\xff\xfe\x9d")
     with pytest.raises(argparse.ArgumentTypeError, match="cannot read"):
-        shapes.parse(str(file))
+        shapes.parse_shapes(str(file))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
@@ -458,12 +458,12 @@ def test_what_fusion_is_said_to_gain_is_what_the_rounds_show() -> None:
 
 
 def test_the_verdict_on_auto_can_be_read() -> None:
-    good = ops.verdict([op_case(16, 1.0, 2.0)])
+    good = ops.engines_verdict([op_case(16, 1.0, 2.0)])
     assert good.holds and str(good).endswith(
         "no more than 5 % behind the best engine in 1 of 1 cases; wanted in 95 %, and never over "
         "15 %: holds."
     )
-    bad = str(ops.verdict([op_case(16, 2.0, 1.0), op_case(64, 1.1, 1.0, noise=0.3)]))
+    bad = str(ops.engines_verdict([op_case(16, 2.0, 1.0), op_case(64, 1.1, 1.0, noise=0.3)]))
     assert "DOES NOT HOLD. Behind, as the rounds prove: 16; furthest 16, by" in bad
     assert bad.endswith("Noise hides the answer in 1, which count as not behind.")
 
@@ -474,12 +474,14 @@ def test_a_plan_is_held_to_the_best_by_hand() -> None:
         timed = {name: rows.Timing([us] * 9, [us]) for name, us in names.items()}
         return rows.Case("plan", "Llama", {}, timed)
 
-    assert plan.verdict([case(2.04)]) == (
+    assert plan.plan_verdict([case(2.04)]) == (
         "the plan takes 1.02 (1.02 to 1.02) of FSDP alone in Llama. Wanted 1.05 of the best by "
         "hand: holds."
     )
-    assert plan.verdict([case(2.0), case(2.2)]).endswith("1.05 of the best by hand: DOES NOT HOLD.")
-    assert plan.verdict([]) == ""
+    assert plan.plan_verdict([case(2.0), case(2.2)]).endswith(
+        "1.05 of the best by hand: DOES NOT HOLD."
+    )
+    assert plan.plan_verdict([]) == ""
 
 
 def test_plots_have_titles_of_their_own_and_error_bars(tmp_path: Path) -> None:
@@ -490,7 +492,7 @@ def test_plots_have_titles_of_their_own_and_error_bars(tmp_path: Path) -> None:
         assert drawn.has_yerr and drawn.lines[0].get_linestyle() == "None"  # two points
     titles = []
     with patch.object(Figure, "suptitle", lambda _, text, **options: titles.append(text)):
-        plots.draw(rows.Result("ops", QUIET, cases), tmp_path)
+        plots.draw_result(rows.Result("ops", QUIET, cases), tmp_path)
     assert len(titles) == len(set(titles)) == 2
 
 

@@ -139,7 +139,7 @@ def test_explain_tells_what_could_not_be_timed() -> None:
 
 def test_doctor_says_what_is_in_the_way(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     here = {"python": "3.11.7", "torch": "2.9.1+cpu", "triton": "3.7.1"}
-    monkeypatch.setattr(versions, "installed", here.get)
+    monkeypatch.setattr(versions, "installed_version", here.get)
     assert doctor.main([]) == 1
     out = capsys.readouterr().out
     assert "!! torch             2.9.1+cpu" in out and "weft needs 2.11 or later" in out
@@ -175,7 +175,9 @@ def test_doctor_tells_what_differs_between_ranks() -> None:
 def hosts_body() -> list[str]:
     with on_hosts("ABB", replace(QUICK, between=[[0.0, 80.0], [90.0, 0.0]])):
         told = [across._mine("cpu")] * 3
-        return [str(each) for each in across._hosts(resolve(None), torch.device("cpu"), told)]
+        return [
+            str(each) for each in across._host_findings(resolve(None), torch.device("cpu"), told)
+        ]
 
 
 def test_doctor_draws_the_hosts(ranks: Any) -> None:

@@ -27,7 +27,7 @@ def test_rows_are_kept_and_become_a_page(tmp_path: Path, monkeypatch: pytest.Mon
     page.write_text(f"before\n{marks}\nafter\n")
     command = ["--ops", "all_gather_matmul", "--rows", "64", "--ranks", "2", "--keep", str(kept)]
     assert scaling_page.main([*command, "--page", str(page)]) == 0
-    rows = scaling_page.load(kept)
+    rows = scaling_page.read_times(kept)
     assert {row.hardware for row in rows} == {"H100", "H200"}
     for row in rows:
         assert (row.M, row.N, row.K) == (64, 256, 256)
@@ -41,13 +41,13 @@ def test_rows_are_kept_and_become_a_page(tmp_path: Path, monkeypatch: pytest.Mon
     def never(*_: object) -> None:
         raise AssertionError("the row is there already")
 
-    monkeypatch.setattr(scaling_page, "measure", never)
+    monkeypatch.setattr(scaling_page, "engine_times", never)
     assert scaling_page.main(command) == 0
 
 
 def test_the_same_problems_measured_by_others() -> None:
     """A library's beside the library's model, a fused one on the same chip beside the page's."""
-    rows = scaling_page.load(ROOT / "bench" / "results" / "scaling_page.json")
+    rows = scaling_page.read_times(ROOT / "bench" / "results" / "scaling_page.json")
     found = scaling_page.others_measured(rows)
     assert len([each for each in found if each.kind == "library"]) >= 12
     flux = next(e for e in found if e.row.what == "flux fused" and e.row.M == "4096")
@@ -90,7 +90,7 @@ def test_what_was_measured_on_gpus_is_beside_the_model(
 
 def test_the_choice_is_told_without_a_run() -> None:
     assert (
-        scaling_page.chosen("matmul_reduce_scatter", 8192, 8192, 3584, 8, H100)
+        scaling_page.auto_engine("matmul_reduce_scatter", 8192, 8192, 3584, 8, H100)
         in scaling_page._ENGINES
     )
 
@@ -98,10 +98,10 @@ def test_the_choice_is_told_without_a_run() -> None:
 def test_the_page_is_made_of_the_kept_rows() -> None:
     kept = ROOT / "bench" / "results" / "scaling_page.json"
     text = (ROOT / "docs" / "scaling.md").read_text()
-    rows = scaling_page.load(kept)
+    rows = scaling_page.read_times(kept)
     assert rows, "python -m tools.scaling_page --page docs/scaling.md makes them"
-    assert scaling_tables.tables(rows) in text
-    assert scaling_tables.overlap(rows) in text
+    assert scaling_tables.tables_by_hardware(rows) in text
+    assert scaling_tables.overlap_table(rows) in text
 
 
 def test_a_report_draws_a_layer_with_its_exposed_communication(tmp_path: Path) -> None:
@@ -111,10 +111,10 @@ def test_a_report_draws_a_layer_with_its_exposed_communication(tmp_path: Path) -
         timed = {name: Timing([1.0], [1.0]) for name in names}
         return Case("scaling", f"W={W}", params | {"world_size": W}, timed)
 
-    assert plots.draw(Result("scaling", {}, [case(False)]), tmp_path) == [
+    assert plots.draw_result(Result("scaling", {}, [case(False)]), tmp_path) == [
         tmp_path / "scaling-bars.png"
     ]
-    drawn = plots.draw(Result("scaling", {}, [case(False), case(True)]), tmp_path)
+    drawn = plots.draw_result(Result("scaling", {}, [case(False), case(True)]), tmp_path)
     assert [path.name for path in drawn] == ["scaling-timeline.png", "scaling-bars.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
     assert plots.CAPTIONS["timeline"].startswith("A feed-forward layer")

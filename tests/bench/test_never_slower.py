@@ -21,7 +21,7 @@ def test_auto_takes_the_quicker_engine(chip: str) -> None:
     slower = []
     grid = never_slower.compared(tuning.OPS, [chip], [2, 8], ["llama-3-8b", "llama-3-405b"])
     for each in grid:
-        us = never_slower.fused(each.op, each.M, each.N, each.K, named(chip), each.ranks)[1]
+        us = never_slower.fused_choice(each.op, each.M, each.N, each.K, named(chip), each.ranks)[1]
         assert each.ratio >= 1 and us[each.best] == each.best_us
         slower.append(us[each.auto] / min(us["triton"], us["generic"]))
     assert len(slower) == 180
@@ -47,4 +47,4 @@ def test_the_command(capsys: Any) -> None:
 def test_the_page_has_the_table_of_today() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "scaling.md").read_text()
     for op, chip in (("matmul_all_reduce", "h200"), ("ring_attention", "mi300x")):
-        assert never_slower.summary(list(never_slower.compared([op], [chip])))[-1] in page
+        assert never_slower.choice_lines(list(never_slower.compared([op], [chip])))[-1] in page

@@ -14,16 +14,16 @@ import pytest
 from tools import published_page
 from weft.bench import cli
 from weft.bench.published import command
-from weft.bench.published.predict import Prediction, predict
+from weft.bench.published.predict import Prediction, prediction_of
 from weft.bench.published.rows import (
     COLUMNS,
     SHIPPED,
     InexpressibleError,
     Row,
-    bytes_of,
-    hardware_of,
     op_words,
-    read,
+    read_rows,
+    row_bytes,
+    row_hardware,
 )
 from weft.collectives.prices.hardware import H100, PRESETS
 from weft.collectives.prices.library import matmul_us
@@ -42,7 +42,7 @@ def row(**cells: object) -> Row:
 
 
 def us_of(**cells: object) -> float:
-    made = predict(row(**cells))
+    made = prediction_of(row(**cells))
     assert made.predicted is not None, made.why
     return made.predicted
 
@@ -58,12 +58,12 @@ def test_experts_by_hand() -> None:
     assert two == pytest.approx(KERNEL_US + 7 / 16 * link + each / 2 / (50e3 * 0.85))
     layer = {"op": "MoE layer, decode", "gpu": "H200", "M": 4096, "N": 2048, "K": 4096}
     layer |= {"dtype": "fp8", "note": "256 experts top-6"}
-    apart = predict(row(what="unfused", **layer))
+    apart = prediction_of(row(what="unfused", **layer))
     assert apart.kind == "library" and "exposed communication" in apart.how
-    fused = predict(row(what="mega kernel", **layer))
+    fused = prediction_of(row(what="mega kernel", **layer))
     assert fused.kind == "fused" and "exposed" in fused.how and "half precision" in fused.how
-    assert "not stated" in predict(row(what="x", **layer | {"note": ""})).why
-    unshown = predict(
+    assert "not stated" in prediction_of(row(what="x", **layer | {"note": ""})).why
+    unshown = prediction_of(
         row(op="MoE layer0: AG", what="TP8 EP1 E8 top2 torch (not optimised)", M=8, N=8, K=8)
     )
     assert "not shown" in unshown.why
@@ -91,29 +91,29 @@ def test_words_for_ops_are_many() -> None:
     ],
 )  # fmt: skip
 def test_gpus_by_name(gpu: str, preset: str) -> None:
-    assert hardware_of(row(gpu=gpu)) == PRESETS[preset]
+    assert row_hardware(row(gpu=gpu)) == PRESETS[preset]
 
 
 @pytest.mark.parametrize("gpu", ["", "H2000", "RTX 4090", "H100 PCIe", "SM100 (chip unstated)"])
 def test_other_gpus_have_no_model(gpu: str) -> None:
     with pytest.raises(InexpressibleError, match="no preset"):
-        hardware_of(row(gpu=gpu))
+        row_hardware(row(gpu=gpu))
 
 
 def test_parts_held_to_less_power() -> None:
-    less = hardware_of(row(gpu="H100 HBM2e 500W"))
+    less = row_hardware(row(gpu="H100 HBM2e 500W"))
     assert less.hbm_bandwidth == 2.0e12
     assert less.sustained == pytest.approx(H100.sustained * (500 / 700) ** 0.65)
 
 
 def test_sizes_of_collectives() -> None:
-    assert bytes_of(row(M=64, N=8192)) == 1 << 20
-    assert bytes_of(row(what="nccl, 128 KiB")) == 128 << 10
-    assert bytes_of(row(what="kernel 6, 49152 B")) == 49152
-    assert bytes_of(row(op="AG", what="RCCL, 128 MB a rank")) == 8 * 128e6
-    assert bytes_of(row(what="nccl, 2 MB per rank")) == 2e6  # an all-reduce's is the whole
+    assert row_bytes(row(M=64, N=8192)) == 1 << 20
+    assert row_bytes(row(what="nccl, 128 KiB")) == 128 << 10
+    assert row_bytes(row(what="kernel 6, 49152 B")) == 49152
+    assert row_bytes(row(op="AG", what="RCCL, 128 MB a rank")) == 8 * 128e6
+    assert row_bytes(row(what="nccl, 2 MB per rank")) == 2e6  # an all-reduce's is the whole
     with pytest.raises(InexpressibleError, match="size is not stated"):
-        bytes_of(row(what="nccl"))
+        row_bytes(row(what="nccl"))
 
 
 def test_nccl_by_hand() -> None:
@@ -153,7 +153,7 @@ def test_kernels_of_collectives_by_hand() -> None:
     assert us_of(what="NVLS multimem", **shape) == pytest.approx(
         host + nbytes / (SWITCH_SHARE["all_reduce"] * 450e3)
     )
-    assert "switch" in predict(row(gpu="A100", what="multimem", **shape)).why
+    assert "switch" in prediction_of(row(gpu="A100", what="multimem", **shape)).why
     # Four MI300X have three links each.
     assert us_of(gpu="MI300X", world=4, what="custom one-stage", **shape) == pytest.approx(
         KERNEL_US + 3 * nbytes / (KERNEL_SHARE * 3 * 64e3)
@@ -253,24 +253,24 @@ def test_rows_of_other_kinds_say_why_there_is_no_prediction() -> None:
         ({"M": 8, "N": 8, "world": 9}, "9 ranks on 2 hosts"),
         ({"gpu": "B200", "op": "gemm", "M": 8, "N": 8, "K": 8, "dtype": "fp64"}, ""),
     ):
-        made = predict(row(**cells))
+        made = prediction_of(row(**cells))
         assert why in made.why and (made.expressible != bool(made.why)), (cells, made)
         assert (made.kind is None) == (not made.expressible)
 
 
 def test_garbage_never_fails() -> None:
     """Cells of the shipped rows shuffled among columns, cut, doubled, and replaced."""
-    rows, draw = read(SHIPPED), random.Random(3)
+    rows, draw = read_rows(SHIPPED), random.Random(3)
     words = [cell for each in rows for cell in astuple(each)]
     words += ["0", "-3", "1e99", "inf", "nan", "²", "\u0664", "9" * 400, "1/0 of rows", "%s"]
     for _ in range(4000):
         cells = list(astuple(draw.choice(rows)))
         for _ in range(draw.randint(1, 4)):
             cells[draw.randrange(len(cells))] = draw.choice(words)[: draw.randint(1, 450)]
-        made = predict(Row(*cells))
+        made = prediction_of(Row(*cells))
         assert made.expressible or made.why
         assert made.error is None or made.error >= -1
-        json.dumps(command.as_json(made))
+        json.dumps(command.prediction_json(made))
 
 
 def written(path: Path, lines: list[list[str]]) -> Path:
@@ -332,11 +332,11 @@ def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def shipped() -> list[Prediction]:
-    return [predict(each) for each in read(SHIPPED)]
+    return [prediction_of(each) for each in read_rows(SHIPPED)]
 
 
 def test_the_shipped_rows_have_sources() -> None:
-    rows = read(SHIPPED)
+    rows = read_rows(SHIPPED)
     assert len(rows) == 339
     assert all(each.source.startswith("https://") for each in rows)
     assert all(each.published > 0 for each in rows)
@@ -363,4 +363,4 @@ def test_deciles() -> None:
 
 def test_the_page_is_of_these_rows() -> None:
     text = published_page.PAGE.read_text()
-    assert published_page.tables(shipped()) in text
+    assert published_page.prediction_tables(shipped()) in text

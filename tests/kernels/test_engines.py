@@ -482,7 +482,7 @@ def test_auto_takes_the_quicker_way_of_an_all_reduce(monkeypatch: pytest.MonkeyP
     """Of all that docs/scaling.md tells."""
     monkeypatch.setattr(engines, "chip_of", lambda _: chips.KNOWN[1])
     group, device = Group(None, 0, 8, tuple(range(8)), ()), torch.device("cuda")
-    rows = [row for row in scaling_page.load(PAGE_ROWS) if row.op == "matmul_all_reduce"]
+    rows = [row for row in scaling_page.read_times(PAGE_ROWS) if row.op == "matmul_all_reduce"]
     assert {row.hardware for row in rows} == {"H100", "H200"}
     for row in rows:
         monkeypatch.setattr(cost, "machine", lambda *_, of=row.hardware: named(of).rates())

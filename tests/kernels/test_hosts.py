@@ -161,7 +161,7 @@ def domain_body(layout: str, domains: str) -> None:
             else:
                 assert group.hosts == ((0, 1, 2), (3,))
                 assert group.nodes == ("host A + host B", "host C")
-            drawn = str(across._hosts(group, cpu, [{"processor": "a chip"}] * 4))
+            drawn = str(across._host_findings(group, cpu, [{"processor": "a chip"}] * 4))
             assert ("domain of host A, host B" if group.apart else "host A + host B") in drawn
             inside = crossings.inside_of(group) if group.hosts else group
             assert inside.world_size == 1 or (inside.unreached(cpu) and inside.apart)

@@ -184,11 +184,11 @@ def test_ranks_that_share_a_gpu_have_a_part_of_its_cores(monkeypatch: pytest.Mon
 def test_what_cuda_must_be_initialised_with(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     with pytest.raises(RuntimeError, match=r"CUDA_DEVICE_MAX_CONNECTIONS=32.*before"):
-        gpu.prepare(initialised=True)
+        gpu.prepare_queues(initialised=True)
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    gpu.prepare(initialised=False)
+    gpu.prepare_queues(initialised=False)
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
-    gpu.prepare(initialised=True)
+    gpu.prepare_queues(initialised=True)
 
 
 class Kernel:
@@ -292,7 +292,7 @@ class GpuThreads(GpuRanks):
 
     def _new_pool(self) -> RankPool:
         with patch.dict(os.environ):
-            gpu.prepare(initialised=False)
+            gpu.prepare_queues(initialised=False)
             return RankPool(1, device="cuda")
 
 

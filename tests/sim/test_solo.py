@@ -19,7 +19,7 @@ import triton
 from needs import needs_interpreter
 
 import weft
-from weft.bench.measure import deviation, listed
+from weft.bench.measure import as_list, deviation
 from weft.bench.problem import Spec
 from weft.bench.rows import Case, Result, Timing
 from weft.bench.solo import attention_tiles, command, compiling, measure, rates, sweep
@@ -50,7 +50,7 @@ def errors(spec: Spec, rank: int, calls: int = 2) -> list[float]:
     """How far the results of calls one after another are from the oracle, in tolerances."""
     world = SoloWorld(spec.params["ranks"])
     with weft.engine("triton"):
-        problem = solo_cases.build(spec, rank, CPU)
+        problem = solo_cases.workload_of(spec, rank, CPU)
         problem.prepare(world)
         world.learn(problem.run, problem.depth)
         expected, found = problem.expected(rank), []
@@ -59,7 +59,7 @@ def errors(spec: Spec, rank: int, calls: int = 2) -> list[float]:
                 world.post()
                 made = problem.run(rank)
                 world.check()
-                found.append(deviation(listed(made), expected) / problem.tolerance)
+                found.append(deviation(as_list(made), expected) / problem.tolerance)
     world.close()
     return found
 
@@ -111,7 +111,7 @@ def test_shards_of_copy_engines_come_before_the_kernel(monkeypatch: pytest.Monke
     monkeypatch.setattr(all_gather_launch, "all_gather_config", by_copy_engines)
     spec = spec_of("all_gather_matmul", 3)
     assert max(errors(spec, 1)) <= 1
-    case = measure.measured(spec, CPU, quick=True)
+    case = measure.measured_case(spec, CPU, quick=True)
     assert case.failure == "" and "copying inside the chip" in case.timed
     assert "as copy engines are the link" in case.notes[0]
 
@@ -124,7 +124,7 @@ def test_words_of_peers_that_carry_their_flags(monkeypatch: pytest.MonkeyPatch) 
         return rms_norm_launch.by_words(rows, share, H, dtype, False, chip)
 
     monkeypatch.setattr(rms_norm_launch, "quickest_norm", by_words)
-    case = measure.measured(spec_of("norm", 2), CPU, quick=True)
+    case = measure.measured_case(spec_of("norm", 2), CPU, quick=True)
     assert not case.failure and "weft" in case.timed
 
 
@@ -213,13 +213,13 @@ def test_a_wrong_result_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
         post(world, calls)
 
     monkeypatch.setattr(SoloWorld, "post", corrupt)
-    case = measure.measured(spec_of("reduce_scatter", 2), CPU, quick=True)
+    case = measure.measured_case(spec_of("reduce_scatter", 2), CPU, quick=True)
     assert "times the tolerance" in case.failure and not case.variants
 
 
 def test_launches_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The best right one is kept at once, and a failure of one is no end of the others."""
-    spec = sweep.specs(True)[0]
+    spec = sweep.launch_specs(True)[0]
     times = iter([9.0] * 9 + [5.0] * 9)
     monkeypatch.setattr(measure.Stopwatch, "us", lambda self, call, before: next(times))
     tried = sweep.Search.tried
@@ -235,7 +235,7 @@ def test_launches_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         return tried(self, choice)
 
     monkeypatch.setattr(sweep.Search, "tried", fails)
-    entry, trials = sweep.search(spec, CPU, tmp_path)
+    entry, trials = sweep.search_launches(spec, CPU, tmp_path)
     assert [trial.us for trial in trials] == [9.0, 5.0, float("inf")]
     assert "no resources" in trials[2].failure
     assert entry["heuristic_us"] == 9.0 and entry["choice"]["tiling"]["block_m"] == 16
@@ -250,22 +250,22 @@ def test_launches_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("number", [0, 1])
 def test_tiles_of_attention_are_searched(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong ones are out, and the kernel's own are compared with."""
-    spec = attention_tiles.specs(True)[number]
+    spec = attention_tiles.tile_specs(True)[number]
     name = "block_m" if spec.params["step"] == "forward" else "dkv_m"
     times = iter([9.0] * 9 + [5.0] * 9)
     monkeypatch.setattr(measure.Stopwatch, "us", lambda self, call, before: next(times))
-    found = attention_tiles.search(spec, CPU)
+    found = attention_tiles.search_tiles(spec, CPU)
     assert found["choice"] == {name: 16} and (found["us"], found["heuristic_us"]) == (5.0, 9.0)
     assert found["times"] == [[{}, 9.0], [{name: 16}, 5.0]]
     times = iter([9.0] * 9)
     deviations = iter([0.0, 1.0])
     monkeypatch.setattr(attention_tiles, "deviation", lambda made, expected: next(deviations))
-    found = attention_tiles.search(spec, CPU)
+    found = attention_tiles.search_tiles(spec, CPU)
     assert found["choice"] == {} and "times the tolerance" in found["failed"][0]
 
 
 def test_a_wrong_launch_is_not_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    search = sweep.Search(sweep.specs(True)[0], CPU)
+    search = sweep.Search(sweep.launch_specs(True)[0], CPU)
     search.expected = [search.expected[0] + 10]
     assert "times the tolerance" in search.tried(tuning.HEURISTIC).failure
 
@@ -278,7 +278,7 @@ def test_a_device_that_refuses_everything_fails_the_case_alone(monkeypatch: Any)
 
     monkeypatch.setattr(SoloWorld, "learn", refuses)
     monkeypatch.setattr(SoloWorld, "close", refuses)
-    case = measure.measured(QUICK[0], CPU, quick=True)
+    case = measure.measured_case(QUICK[0], CPU, quick=True)
     assert "illegal memory access" in case.failure
 
 
@@ -294,7 +294,7 @@ def test_a_run_ends_where_the_device_is_lost_and_goes_on_behind(
         lost = len(measured) == 1
         return Case("solo", spec.name, dict(spec.params), failure="lost" if lost else "")
 
-    monkeypatch.setattr(measure, "measured", fake)
+    monkeypatch.setattr(measure, "measured_case", fake)
     monkeypatch.setattr(measure, "usable", lambda device: False)
     assert command.main(tiny) == 1
     assert [case.failure for case in Result.read(out).cases] == ["lost"]
@@ -397,7 +397,7 @@ def test_an_epilogue_of_a_group_of_one_is_given_whole_rows() -> None:
     spec = Spec(op, {**params, "ranks": 2})
     with compiling.compiling():
         compiling.compiled(spec, CPU)
-    case = measure.measured(spec, CPU, quick=True)
+    case = measure.measured_case(spec, CPU, quick=True)
     assert case.failure == "" and case.variants["alone"].failure == ""
     assert max(errors(spec, 1)) <= 1
 
@@ -431,9 +431,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert command.main([*tiny, "--filter", "all_to_all", "--resume"]) == 0
     kept, new = Result.read(out).cases
     assert kept.variants == first and new.name.startswith("all_to_all") and new.failure == ""
-    page = solo_page.lines(out)
+    page = solo_page.solo_lines(out)
     assert "### collectives" in page and sum(line.startswith("| all_") for line in page) == 2
-    assert solo_page.lines(tmp_path / "none.json") == []
+    assert solo_page.solo_lines(tmp_path / "none.json") == []
     assert {spec.params["op"] for spec in QUICK} == set(sum(solo_page.KINDS.values(), ()))
 
 
@@ -443,7 +443,7 @@ def test_rates_of_tiles_follow_from_the_figures(tmp_path: Path, monkeypatch: Any
         timings = {"weft": weft, "cuBLAS": library}
         variants = {name: Timing([us], [us]) for name, us in timings.items()}
         made = Case("solo", op, params | more, variants, main="weft", peer="cuBLAS")
-        made.params |= {"flop": 2 * 4096**3, "rated": rates.tile_of(made, INTERPRETER)}
+        made.params |= {"flop": 2 * 4096**3, "rated": rates.launched_tile(made, INTERPRETER)}
         return made
 
     sums = "matmul_all_reduce"
@@ -461,7 +461,7 @@ def test_rates_of_tiles_follow_from_the_figures(tmp_path: Path, monkeypatch: Any
         "interpreter"
     ][-1]
     assert fp8 == pytest.approx(40.0 / 25.0 / 2)
-    (path,) = rates.write(tmp_path, cases)
+    (path,) = rates.write_rates(tmp_path, cases)
     assert path == tmp_path / "interpreter.rates.json"
 
     monkeypatch.setenv("WEFT_TUNED", str(tmp_path))

@@ -154,7 +154,7 @@ def test_a_page_that_cannot_be_made_does_not_end_the_run(tmp_path, monkeypatch) 
         file.write(b"no line\n" + json.dumps(
             {"step": "proof", "case": "doctor", "outcome": "passed", "seconds": 1.0, "why": ""}
         ).encode() + b"\n")  # fmt: skip
-    monkeypatch.setattr(gpu_page, "write", lambda *args: {}["a bug"])
+    monkeypatch.setattr(gpu_page, "write_gpu_page", lambda *args: {}["a bug"])
     this._hear()
     this.write()
     assert this.outcomes.count("passed") == 1
@@ -187,7 +187,7 @@ def test_figures_are_of_one_chip_and_parts_stand_beside_the_whole(tmp_path: Path
         ("solo", "norm a, without waits"): entry("norm a", "h100", **{"without waits": 4.0}),
         ("solo", "norm b"): entry("norm b", "h200", weft=3.0),
     }
-    gpu_page.write(tmp_path, [run], found)
+    gpu_page.write_gpu_page(tmp_path, [run], found)
     (case,) = Result.read(tmp_path / "solo.json").cases
     assert case.name == "norm a" and set(case.timed) == {"weft", "without waits"}
     assert "norm b" not in (tmp_path / "page.md").read_text()
@@ -215,7 +215,7 @@ def test_attention_is_beside_the_quickest_library_and_each_figure_names_its_comm
     record += [outcome("plain", "attention a", row=attention.as_dict())]
     (tmp_path / "outcomes.jsonl").write_text("".join(f"{json.dumps(e)}\n" for e in record))
     found = gpu.read_record(tmp_path / "outcomes.jsonl")
-    gpu_page.write(tmp_path, found.runs, found.found)
+    gpu_page.write_gpu_page(tmp_path, found.runs, found.found)
     kept = {case.name: case for case in Result.read(tmp_path / "figures.json").cases}
     assert kept["attention a"].peer == "cuDNN" and kept["attention a"].gain.median == 0.5
     assert kept["matmul near"].bound_us == 4.0 and kept["matmul far"].bound_us is None
@@ -224,7 +224,7 @@ def test_attention_is_beside_the_quickest_library_and_each_figure_names_its_comm
     assert "- bbb: attention a\n- aaa: matmul near, matmul far\n" in page
     for folder in ("bench/results", "docs", "kernels"):
         (tmp_path / "root" / folder).mkdir(parents=True)
-    gpu_page.publish(tmp_path, tmp_path / "root")
+    gpu_page.publish_results(tmp_path, tmp_path / "root")
     assert (tmp_path / "root" / "docs" / "gpu.md").read_text() == page
 
 
@@ -308,7 +308,7 @@ def test_half_a_line_is_no_outcome(tmp_path: Path) -> None:
 def test_a_failure_names_its_kernel_and_the_command_that_repeats_it(tmp_path: Path) -> None:
     launches = gpu_report.LastLaunches(tmp_path)
     for rank in range(3):
-        text = gpu_report.described(
+        text = gpu_report.launch_line(
             lambda: None, (132, 1), {"RANK": 0, "x": None, "num_warps": 8 if rank else 4}
         )
         launches.note(rank, text)
@@ -346,7 +346,10 @@ with launches.noting(rank_here):
         W = 4 if call == "matmul_all_reduce" else 2  # two ranks need one exchange only
         place = lambda rank: gpu_cases.Place(rank, W, torch.device("cpu"), True)
         gpu_process.on_ranks(
-            "cpu", W, lambda rank: gpu_cases.run(f"W{W}/plain/{call}", place(rank)), 300
+            "cpu",
+            W,
+            lambda rank: gpu_cases.run_case_on_rank(f"W{W}/plain/{call}", place(rank)),
+            300,
         )
 print(*seen)
 """
@@ -391,18 +394,22 @@ def test_eight_ranks_with_copy_engines_capture_no_graph() -> None:
     name = "graph/all_gather_matmul-engines"
     device: Any = SimpleNamespace(type="cuda")
     with pytest.raises(gpu_cases.ImpossibleError, match=r"32 streams of 8 ranks .* 32 queues"):
-        gpu_cases.run(f"W8/{name}", gpu_cases.Place(0, 8, device))
+        gpu_cases.run_case_on_rank(f"W8/{name}", gpu_cases.Place(0, 8, device))
 
 
 def test_a_wrong_result_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     place = gpu_cases.Place(0, 1, torch.device("cpu"), True)
     right = [torch.ones(2)]
     work = gpu_cases.RankCall([right], lambda x: [x], lambda i: right, 1e-2)
-    gpu_cases._check([("a", 0, [torch.ones(2) * 1.001])], {"a": [right]}, {"a": work})
+    gpu_cases._compare_and_forget([("a", 0, [torch.ones(2) * 1.001])], {"a": [right]}, {"a": work})
     with pytest.raises(gpu_cases.WrongError, match=r"a, call 0 .*0\.5 of the largest"):
-        gpu_cases._check([("a", 0, [torch.tensor([1.0, 1.5])])], {"a": [right]}, {"a": work})
+        gpu_cases._compare_and_forget(
+            [("a", 0, [torch.tensor([1.0, 1.5])])], {"a": [right]}, {"a": work}
+        )
     with pytest.raises(gpu_cases.WrongError, match="inf of"):
-        gpu_cases._check([("a", 0, [torch.tensor([1.0, torch.nan])])], {"a": [right]}, {"a": work})
+        gpu_cases._compare_and_forget(
+            [("a", 0, [torch.tensor([1.0, torch.nan])])], {"a": [right]}, {"a": work}
+        )
     assert place.mine(torch.arange(3)).tolist() == [0, 1, 2]
 
 
@@ -558,6 +565,6 @@ def test_a_rehearsal_of_each_step_and_what_is_published(
         (root / folder).mkdir(parents=True)
     for name in ("interpreter.json", "interpreter.rates.json"):
         (out / name).rename(out / name.replace("interpreter", "sm_90"))
-    gpu_page.publish(out, root)
+    gpu_page.publish_results(out, root)
     assert [path.name for path in (root / "kernels" / "tuned").iterdir()] == ["sm_90.json"]
     assert (root / "docs" / "gpu.md").read_text() == page

@@ -19,7 +19,7 @@ from weft.collectives.cost import BUSY
 from weft.demo import run as demo
 from weft.demo.data import standard_library
 from weft.demo.model import Llama, LlamaShape
-from weft.demo.report import Comparison, show
+from weft.demo.report import Comparison, print_comparison
 from weft.demo.train import Run, TrainingLog, train
 
 TINY = "--steps 4 --d-model 32 --layers 1 --heads 4 --kv-heads 2 --ffn 48 --seq-len 32 --batch 2"
@@ -82,7 +82,7 @@ def test_times_beside_other_work_are_told_to_be() -> None:
     for load in (0.0, 2.5):
         out = io.StringIO()
         comparison = Comparison(Run(LlamaShape(), 2, 1, 1e-3, 0), 0, result, [result], load)
-        show(comparison, Console(file=out, width=200))
+        print_comparison(comparison, Console(file=out, width=200))
         assert ("load 2.5 a core at the start" in out.getvalue()) == (load > 0)
 
 

@@ -35,7 +35,7 @@ def test_its_make_targets_exist() -> None:
 
 def test_its_table_is_that_of_the_kept_results() -> None:
     (shown,) = re.findall(r"<!-- bench -->\n(.*?)\n<!-- /bench -->", README, re.DOTALL)
-    assert shown == readme.table()
+    assert shown == readme.readme_figures()
 
 
 def test_it_is_short() -> None:

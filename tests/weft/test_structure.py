@@ -164,10 +164,10 @@ def test_a_kernel_can_be_read_at_a_sitting() -> None:
 
 # Names that several modules have for one thing: each kernel, engine or hook has its own.
 SHARED = {
-    *("workspace_bytes", "workspace_for", "room_for", "pitch_of", "publish", "main"),
+    *("workspace_bytes", "workspace_for", "room_for", "pitch_of", "publish"),
     *("hosts_forward", "dispatch_forward", "dispatch_backward"),
     *("combine_forward", "combine_backward", "installed", "requirements", "forget"),
-    *("load", "write", "path_of", "__dir__"),
+    *("load", "write", "path_of"),
     # Of each fused op, by engine.
     *("_host_forward", "_host_backward", "_hosts_forward", "_hosts_backward", "_plan_inside"),
     *("_triton_forward", "_triton_backward", "_gradients", "_forward", "_kernel_forward"),
@@ -177,18 +177,17 @@ SHARED = {
 }
 
 
+# Names that each suite and each command has, by which they are called.
+PROTOCOL = {"cases", "prepare", "main", "_parser", "__getattr__", "__dir__"}
+
+
 def test_a_name_has_one_meaning() -> None:
     """Private functions too: a reader meets them in tracebacks, and looks for them by name."""
-    modules: dict[str, set[str]] = {}
-    for folder in ("collectives", "kernels", "dtensor", "sim"):
-        for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.parse(path.read_text()).body:
-                if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                    modules.setdefault(node.name, set()).add(str(path.relative_to(ROOT)))
-    several = {name: sorted(where) for name, where in modules.items() if len(where) > 1}
-    meanings = {name: where for name, where in several.items() if name not in SHARED}
+    found = defined(ONE_MEANING, (ast.FunctionDef, ast.ClassDef))
+    several = {name: paths for name, paths in found.items() if len({*paths}) > 1}
+    meanings = {name: paths for name, paths in several.items() if name not in SHARED | PROTOCOL}
     assert not meanings, "name one of them otherwise, or, if it is the same thing, add it to SHARED"
-    assert set(several) == SHARED
+    assert set(several) == SHARED | PROTOCOL
 
 
 def room_of(name: str) -> tuple[str, str]:

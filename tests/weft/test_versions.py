@@ -42,7 +42,7 @@ def test_these_versions_are_tested() -> None:
 
 @pytest.mark.parametrize("name, here", [("torch", "2.99.0+cu140"), ("triton", "3.5.1")])
 def test_others_give_one_warning(name: str, here: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "installed", lambda each: here if each == name else None)
+    monkeypatch.setattr(versions, "installed_version", lambda each: here if each == name else None)
     with pytest.warns(UserWarning, match=rf"not tested with {name} {re.escape(here)}") as told:
         versions.warn_if_untested()
     assert len(told) == 1

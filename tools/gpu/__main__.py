@@ -358,9 +358,9 @@ class Slice:
         """The page and the figures, which follow from the record: nothing is lost here."""
         self._written = time.monotonic()
         try:
-            gpu_page.write(self.folder, self.outcomes.runs, self.outcomes.found)
+            gpu_page.write_gpu_page(self.folder, self.outcomes.runs, self.outcomes.found)
         except Exception as error:  # not the end of what is measured
-            self.log(f"no page: {gpu_report.told(error)}")
+            self.log(f"no page: {gpu_report.traceback_text(error)}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -442,8 +442,8 @@ def main(argv: Sequence[str] | None = None, begun: float | None = None) -> int:
         parser.error(f"--out {folder} has results already: --resume {folder} goes on from them")
     if nothing:
         found = read_record(folder / FILES[0])
-        gpu_page.write(folder, found.runs, found.found)
-        gpu_page.publish(folder, ROOT)
+        gpu_page.write_gpu_page(folder, found.runs, found.found)
+        gpu_page.publish_results(folder, ROOT)
         return 0
     # Gloo would look for the host's name in a network that there may not be.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -473,7 +473,7 @@ def main(argv: Sequence[str] | None = None, begun: float | None = None) -> int:
         f"{ended.count('skipped')} skipped; page: {folder / 'page.md'}"
     )
     if args.publish:
-        gpu_page.publish(folder, ROOT)
+        gpu_page.publish_results(folder, ROOT)
     if left:
         told = ", ".join(f"{count} of {step}" for step, count in left.items())
         log(f"to come: {told}; --resume {folder} goes on")

@@ -85,7 +85,7 @@ def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.double() @ b.double()
 
 
-def _gather(
+def _gather_call(
     place: Place, *, kind: str = "", rows: int = 128, K: int = 256, N: int = 320
 ) -> RankCall:
     """all_gather_matmul; `kind`: "swiglu", "backward", or nothing."""
@@ -129,7 +129,7 @@ def _gather(
     return RankCall(inputs, op, oracle, TOLERANCE[dtype])
 
 
-def _gather_fp8(place: Place) -> RankCall:
+def _gather_fp8_call(place: Place) -> RankCall:
     W, (rows, K, N) = place.world_size, (16, 32, 32) if place.small else (128, 256, 384)
     fp8 = torch.float8_e4m3fn
     wholes = [place.drawn(i, W * rows, K).to(fp8) for i in range(SETS)]
@@ -148,7 +148,7 @@ def _gather_fp8(place: Place) -> RankCall:
     return RankCall(inputs, op, oracle, TOLERANCE[torch.bfloat16])
 
 
-def _sums(
+def _sum_call(
     place: Place, *, name: str, rows: int = 128, N: int = 384, K: int = 192, backward: bool = False
 ) -> RankCall:
     """matmul_reduce_scatter and matmul_all_reduce, of `rows` a rank."""
@@ -181,7 +181,7 @@ def _sums(
     return RankCall(inputs, op, oracle, TOLERANCE[torch.bfloat16])
 
 
-def _norm(place: Place, *, rows: int = 16, whole: bool = False) -> RankCall:
+def _norm_call(place: Place, *, rows: int = 16, whole: bool = False) -> RankCall:
     """reduce_scatter_rms_norm_all_gather, or all_reduce_residual_rms_norm of `whole` residuals."""
     W, (rows, H) = place.world_size, (min(rows, 8), 32) if place.small else (rows, 2048)
     terms = [[place.drawn(50 * i + r, rows, H) for r in range(W)] for i in range(SETS)]
@@ -207,7 +207,7 @@ def _norm(place: Place, *, rows: int = 16, whole: bool = False) -> RankCall:
     return RankCall(inputs, op, oracle, TOLERANCE[torch.bfloat16])
 
 
-def _attention(place: Place, *, name: str, engine: Engine = "triton") -> RankCall:
+def _attention_call(place: Place, *, name: str, engine: Engine = "triton") -> RankCall:
     """ring_attention in zigzag order and ulysses_attention, with their gradients."""
     if engine == "host" and torch.version.hip:
         raise ImpossibleError("on NVIDIA's chips only")
@@ -244,7 +244,7 @@ def _attention(place: Place, *, name: str, engine: Engine = "triton") -> RankCal
     return RankCall(inputs, op, oracle, 4e-2)
 
 
-def _decode(place: Place, *, shard: str) -> RankCall:
+def _decode_call(place: Place, *, shard: str) -> RankCall:
     """append_to_cache of the last tokens, and flash_decode of them."""
     W = place.world_size
     B, H, H_kv, D, blocks, P = (2, 8, 8, 16, 1, 4) if place.small else (3, 16, 8, 64, 4, 16)
@@ -287,7 +287,7 @@ def _decode(place: Place, *, shard: str) -> RankCall:
     return RankCall(inputs, op, oracle, 4e-2)
 
 
-def _experts(place: Place, *, quantize: Quantize | None = None, few: bool = False) -> RankCall:
+def _experts_call(place: Place, *, quantize: Quantize | None = None, few: bool = False) -> RankCall:
     """A mixture of two experts a rank: dispatch with SwiGLU, combine, and their gradients."""
     W, T, K, N = place.world_size, 64 if few else 320, 256, 192
     if place.small:
@@ -330,7 +330,7 @@ def _experts(place: Place, *, quantize: Quantize | None = None, few: bool = Fals
     return RankCall(inputs, op, oracle, 2 * TOLERANCE[torch.bfloat16])
 
 
-def _collective(place: Place, *, name: str) -> RankCall:
+def _collective_call(place: Place, *, name: str) -> RankCall:
     """Of small integers, whose sums are exact in any order."""
     W, each = place.world_size, 96 if place.small else 3000
     terms = [
@@ -352,7 +352,7 @@ def _collective(place: Place, *, name: str) -> RankCall:
     return RankCall([[x[place.rank]] for x in terms], op, oracle, 0.0)
 
 
-def _pull(place: Place) -> RankCall:
+def _pull_call(place: Place) -> RankCall:
     """A sum of DTensors that is cut by columns: one pull from all peers."""
     W, rows = place.world_size, 16 if place.small else 256
     terms = [
@@ -373,36 +373,38 @@ def _pull(place: Place) -> RankCall:
 
 CALLS: dict[str, Callable[[Place], RankCall]] = {
     **{
-        name: partial(_collective, name=name)
+        name: partial(_collective_call, name=name)
         for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
     },
-    "pull": _pull,
-    "all_gather_matmul": _gather,
-    "all_gather_matmul-few": partial(_gather, rows=4, K=512),
-    "all_gather_matmul-swiglu": partial(_gather, kind="swiglu"),
-    "all_gather_matmul-backward": partial(_gather, kind="backward"),
-    "all_gather_matmul-fp32": partial(_gather, kind="fp32"),
-    "all_gather_matmul-fp8": _gather_fp8,
-    "matmul_reduce_scatter": partial(_sums, name="matmul_reduce_scatter"),
-    "matmul_reduce_scatter-few": partial(_sums, name="matmul_reduce_scatter", rows=4),
-    "matmul_reduce_scatter-backward": partial(_sums, name="matmul_reduce_scatter", backward=True),
-    "matmul_all_reduce": partial(_sums, name="matmul_all_reduce", rows=512),
-    "matmul_all_reduce-few": partial(_sums, name="matmul_all_reduce", rows=4),
-    "norm": _norm,
-    "norm-signals": partial(_norm, rows=256),  # more than words that carry their flag are for
-    "norm-whole": partial(_norm, rows=1, whole=True),
-    "norm-whole-two-shots": partial(_norm, rows=64, whole=True),
-    "experts": _experts,
-    "experts-few": partial(_experts, few=True),
-    "experts-few-fp8": partial(_experts, quantize="fp8", few=True),
-    "experts-fp8": partial(_experts, quantize="fp8"),
-    "ring_attention": partial(_attention, name="ring_attention"),
-    "ring_attention-host": partial(_attention, name="ring_attention", engine="host"),
-    "ulysses_attention": partial(_attention, name="ulysses_attention"),
-    "decode": partial(_decode, shard="sequence"),
-    "decode-by-head": partial(_decode, shard="head"),
+    "pull": _pull_call,
+    "all_gather_matmul": _gather_call,
+    "all_gather_matmul-few": partial(_gather_call, rows=4, K=512),
+    "all_gather_matmul-swiglu": partial(_gather_call, kind="swiglu"),
+    "all_gather_matmul-backward": partial(_gather_call, kind="backward"),
+    "all_gather_matmul-fp32": partial(_gather_call, kind="fp32"),
+    "all_gather_matmul-fp8": _gather_fp8_call,
+    "matmul_reduce_scatter": partial(_sum_call, name="matmul_reduce_scatter"),
+    "matmul_reduce_scatter-few": partial(_sum_call, name="matmul_reduce_scatter", rows=4),
+    "matmul_reduce_scatter-backward": partial(
+        _sum_call, name="matmul_reduce_scatter", backward=True
+    ),
+    "matmul_all_reduce": partial(_sum_call, name="matmul_all_reduce", rows=512),
+    "matmul_all_reduce-few": partial(_sum_call, name="matmul_all_reduce", rows=4),
+    "norm": _norm_call,
+    "norm-signals": partial(_norm_call, rows=256),  # more than words that carry their flag are for
+    "norm-whole": partial(_norm_call, rows=1, whole=True),
+    "norm-whole-two-shots": partial(_norm_call, rows=64, whole=True),
+    "experts": _experts_call,
+    "experts-few": partial(_experts_call, few=True),
+    "experts-few-fp8": partial(_experts_call, quantize="fp8", few=True),
+    "experts-fp8": partial(_experts_call, quantize="fp8"),
+    "ring_attention": partial(_attention_call, name="ring_attention"),
+    "ring_attention-host": partial(_attention_call, name="ring_attention", engine="host"),
+    "ulysses_attention": partial(_attention_call, name="ulysses_attention"),
+    "decode": partial(_decode_call, shard="sequence"),
+    "decode-by-head": partial(_decode_call, shard="head"),
     # Shards of 4 MiB, which the copy engines fetch on a GPU.
-    "all_gather_matmul-engines": partial(_gather, rows=1024, K=2048, N=256),
+    "all_gather_matmul-engines": partial(_gather_call, rows=1024, K=2048, N=256),
 }
 WAYS = ("plain", "late", "graph", "streams", "mixed")
 # What two streams run beside each other, and what is in no mixture: it takes much memory, or is not
@@ -445,7 +447,7 @@ class ImpossibleError(Exception):
     """The case has no meaning on this device."""
 
 
-def run(name: str, place: Place) -> None:
+def run_case_on_rank(name: str, place: Place) -> None:
     """Make the calls of a case on this rank, and compare their results.
 
     Raises:
@@ -471,13 +473,13 @@ def run(name: str, place: Place) -> None:
         for call, work in works.items():
             for i in range(1 if way != "plain" else 2 if place.small else SETS):
                 made.append((call, i, work.op(*work.inputs[i])))
-                _check(made, expected, works)
+                _compare_and_forget(made, expected, works)
         _meet(place)
         run_way = {"late": _late, "mixed": _late, "graph": _graph, "streams": _streams}.get(way)
         if run_way is not None:
             made = run_way(name, works, place, chance)
             _meet(place)
-            _check(made, expected, works)
+            _compare_and_forget(made, expected, works)
     collectives.check_peers()
 
 
@@ -496,10 +498,10 @@ def _late(
     order = [(call, i % SETS) for i in range(times) for call in works]
     random.Random(name).shuffle(order)  # the same on every rank
     made = []
-    _here.late = lambda: _sleep(place, chance)
+    _here.late = lambda: _sleep_by_chance(place, chance)
     try:
         for call, i in order:
-            _sleep(place, chance)
+            _sleep_by_chance(place, chance)
             made.append((call, i, works[call].op(*works[call].inputs[i])))
     finally:
         del _here.late
@@ -526,7 +528,7 @@ def _streams(
     for i in range(_IN_A_ROW):
         for call, stream in streams.items():
             with torch.cuda.stream(stream):
-                _sleep(place, chance)
+                _sleep_by_chance(place, chance)
                 results = works[call].op(*works[call].inputs[i % SETS])
             for each in results:
                 each.record_stream(main)
@@ -557,13 +559,13 @@ def _graph(
     for i in (*range(SETS), 0):
         for into, source in zip(given, work.inputs[i], strict=True):
             into.copy_(source)
-        _sleep(place, chance)
+        _sleep_by_chance(place, chance)
         graph.replay()
         made.append((call, i, [x.clone() for x in results]))
     return made
 
 
-def _sleep(place: Place, chance: random.Random) -> None:
+def _sleep_by_chance(place: Place, chance: random.Random) -> None:
     if place.device.type == "cuda" and chance.random() < 0.5:
         torch.cuda._sleep(chance.randrange(_LATEST_CYCLES))
 
@@ -575,7 +577,7 @@ def _meet(place: Place) -> None:
     dist.barrier()
 
 
-def _check(
+def _compare_and_forget(
     made: list[tuple[str, int, Tensors]],
     expected: dict[str, list[Tensors]],
     works: dict[str, RankCall],

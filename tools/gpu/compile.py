@@ -33,7 +33,7 @@ _SEARCHES = 8  # the first ones, of some 30 launches each; the step compiles the
 _CALL_S = 240.0  # that the ranks of a call may take: some have five kernels
 
 
-def run(plan: StepPlan, report: GpuReport) -> None:
+def compile_cases(plan: StepPlan, report: GpuReport) -> None:
     """Compile what each case names, as far as there is time."""
     from weft.bench.solo.compiling import Compilers
     from weft.sim.unwaited import PARTS
@@ -72,7 +72,7 @@ def run(plan: StepPlan, report: GpuReport) -> None:
 
 def units(name: str, plan: StepPlan) -> list[Unit]:
     """What a case of the step compiles."""
-    from tools.gpu.figures import launches_of
+    from tools.gpu.figures import search_units
 
     device = torch.device(plan.device)
     if name == "solo":
@@ -92,7 +92,7 @@ def units(name: str, plan: StepPlan) -> list[Unit]:
             unit
             for each, spec in [*tune_specs(plan.quick).items()][:_SEARCHES]
             if plan.has(each)
-            for unit in launches_of(each, spec, device)
+            for unit in search_units(each, spec, device)
         ]
     small = _small() if name == "threads" else []  # of its case with the sanitizer
     return [
@@ -154,7 +154,7 @@ def of_call(call: str, W: int, kind: Literal["cuda", "cpu"], whole: bool) -> Non
         place = gpu_cases.Place(rank, W, torch.device(kind), kind == "cpu")
         gpu_cases.make_once(f"W{W}/plain/{call}", place)
 
-    unshared = patch.object(chips, "_share", lambda chip, ranks, sms: chip)
+    unshared = patch.object(chips, "_share_of_chip", lambda chip, ranks, sms: chip)
     with unshared if whole else nullcontext():
         on_ranks(kind, W, body, _CALL_S, launches=False)
 

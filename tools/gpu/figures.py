@@ -56,11 +56,11 @@ def solo(plan: StepPlan, report: GpuReport) -> None:
             report.case(name, case_s(plan.step, name, plan.device)) as found,
             report.launches.noting(lambda: 1),
         ):
-            case = measure.measured(
+            case = measure.measured_case(
                 spec, device, plan.quick, part, unobserved=report.launches.unnoted
             )
             found["row"] = case.as_dict()
-            _check(case)
+            _raise_failure(case)
         longest = max(longest, time.monotonic() - start)
 
 
@@ -71,11 +71,11 @@ def _goes_on(report: GpuReport, device: torch.device) -> bool:
     return not report.failed or measure.usable(device)
 
 
-def _check(case: Any) -> None:
+def _raise_failure(case: Any) -> None:
     """Raise what a case has to tell instead of a time of ours."""
-    from weft.bench.cli import failed
+    from weft.bench.cli import has_failed
 
-    if failed(case):
+    if has_failed(case):
         whys = [case.failure, *(f"{n}: {t.failure}" for n, t in case.variants.items() if t.failure)]
         raise NoFigureError("\n".join(filter(None, whys)))
 
@@ -97,36 +97,36 @@ def tune(plan: StepPlan, report: GpuReport) -> None:
         ):
             if device.type == "cuda":
                 compilers.run(
-                    launches_of(name, spec, device),
+                    search_units(name, spec, device),
                     time.monotonic() + min(report.left_s, case_s(plan.step, name, plan.device)) / 2,
                 )
             if spec.params["op"] == "ring_attention":
-                found["tuned"] = attention_tiles.search(spec, device, _say)
+                found["tuned"] = attention_tiles.search_tiles(spec, device, _print_tuning)
                 continue
-            entry, trials = sweep.search(spec, device, Path(plan.folder), _say)
+            entry, trials = sweep.search_launches(spec, device, Path(plan.folder), _print_tuning)
             failed = [trial.failure for trial in trials if trial.failure]
             found["tuned"] = entry | {"tried": len(trials), "failed": failed}
     compilers.close()
 
 
-def launches_of(name: str, spec: Any, device: torch.device) -> list[Any]:
+def search_units(name: str, spec: Any, device: torch.device) -> list[Any]:
     """What a search launches, to be compiled: names, and what compiles them."""
     from weft.bench.solo import attention_tiles, sweep
 
     if spec.params["op"] == "ring_attention":
-        tiles = attention_tiles.choices_of(spec, device)
-        units = [partial(attention_tiles.compile_choice, spec, each, device) for each in tiles]
+        tiles = attention_tiles.tile_choices(spec, device)
+        units = [partial(attention_tiles.compile_tiles, spec, each, device) for each in tiles]
     else:
-        _, choices = sweep.choices_of(spec, device)
+        _, choices = sweep.launch_choices(spec, device)
         units = [partial(sweep.compile_choice, spec, choice, device) for choice in choices]
     return [(f"{name}, {number}", unit) for number, unit in enumerate(units)]
 
 
-def _say(text: str) -> None:
+def _print_tuning(text: str) -> None:
     print(f"tune: {text}", flush=True)
 
 
-def _noting(scratch: str, rank: int) -> AbstractContextManager[None]:
+def _noting_launches(scratch: str, rank: int) -> AbstractContextManager[None]:
     """In the process of a rank of a suite."""
     return LastLaunches(Path(scratch)).noting(lambda: rank)
 
@@ -151,7 +151,7 @@ def suites(plan: StepPlan, report: GpuReport) -> None:
             kernel = case.variants.get("triton")
             why = ""
             try:
-                _check(case)
+                _raise_failure(case)
             except NoFigureError as reason:
                 why = str(reason)
             if not why and plan.device == "cuda" and kernel and not kernel.ok:
@@ -167,13 +167,13 @@ def suites(plan: StepPlan, report: GpuReport) -> None:
         every = suites_of(plan.step)  # imported before the time counts
         try:
             with time_limit(time.monotonic() + report.left_s - 3):
-                results = runner.run(
+                results = runner.run_suites(
                     every,
                     each,
                     on_case=keep,
                     on_begin=begin,
                     wanted=wanted,
-                    around=partial(_noting, plan.scratch),
+                    around=partial(_noting_launches, plan.scratch),
                 )
         except KeyboardInterrupt:  # before the first case
             return

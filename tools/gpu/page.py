@@ -13,7 +13,7 @@ from typing import Any
 
 from tools.gpu.steps import STEPS
 from weft.bench.environment import environment
-from weft.bench.report.tables import LEGEND, figure, table_of, times_of
+from weft.bench.report.tables import LEGEND, figure, result_table, times_of
 from weft.bench.rows import Case, Result
 from weft.bench.solo import page as solo_page
 from weft.kernels.engine import tuning
@@ -56,7 +56,7 @@ def outcome_lines(entry: Mapping[str, Any], device: str, quick: bool) -> str:
     if "row" in entry:
         text += f": {times_of(Case.from_dict(entry['row']))}"
     elif "tuned" in entry:
-        text += f": {tuned(entry['tuned'])}"
+        text += f": {search_line(entry['tuned'])}"
     elif entry["outcome"] in ("skipped", "cut"):
         text += f": {entry['why']}"
     if entry["outcome"] != "failed":
@@ -67,7 +67,7 @@ def outcome_lines(entry: Mapping[str, Any], device: str, quick: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def tuned(entry: Mapping[str, Any]) -> str:
+def search_line(entry: Mapping[str, Any]) -> str:
     """What a search of launches has found."""
     failed = f", {len(entry['failed'])} of which failed" if entry["failed"] else ""
     choice = entry["choice"] or "the heuristic's"
@@ -77,16 +77,16 @@ def tuned(entry: Mapping[str, Any]) -> str:
     )
 
 
-def write(folder: Path, runs: Sequence[Mapping[str, Any]], found: _Found) -> None:
+def write_gpu_page(folder: Path, runs: Sequence[Mapping[str, Any]], found: _Found) -> None:
     """`figures.json`, `solo.json`, the kernels' rates and `page.md`, anew."""
     from weft.bench.solo import rates
 
     here = dict(runs[-1])
     # Figures of another chip are measured again.
     kept = {key: entry for key, entry in found.items() if _is_of(here, *key, entry)}
-    rows = [_row(entry) for entry in kept.values() if "row" in entry]
+    rows = [_figure_case(entry) for entry in kept.values() if "row" in entry]
     cases = [case for case in rows if case.suite != "solo"]
-    solo = _joined([case for case in rows if case.suite == "solo"])
+    solo = _parts_merged([case for case in rows if case.suite == "solo"])
     here["ranks"] = max([case.params.get("ranks", 1) for case in cases], default=1)
     result = Result("gpu", here, cases, command="python -m tools.gpu")
     if cases:
@@ -95,11 +95,11 @@ def write(folder: Path, runs: Sequence[Mapping[str, Any]], found: _Found) -> Non
         Result("solo", here | {"ranks": 1}, solo, command=result.command).write(
             folder / "solo.json"
         )
-        rates.write(folder, solo)
-    (folder / "page.md").write_text(page(folder, runs, kept, result))
+        rates.write_rates(folder, solo)
+    (folder / "page.md").write_text(gpu_page(folder, runs, kept, result))
 
 
-def _row(entry: Mapping[str, Any]) -> Case:
+def _figure_case(entry: Mapping[str, Any]) -> Case:
     """A figure, ours beside the quickest that a user has without weft."""
     case = Case.from_dict(dict(entry["row"]))
     case.beside_quickest([name for name in case.variants if name in _ATTENTION])
@@ -113,7 +113,7 @@ def _is_of(run: Mapping[str, Any], step: str, case: str, entry: Mapping[str, Any
     return not STEPS[step].figures or entry.get("chip") == run["chip"]
 
 
-def _joined(cases: Sequence[Any]) -> list[Any]:
+def _parts_merged(cases: Sequence[Any]) -> list[Any]:
     """One for each name, with what kernels without a part take beside the others."""
     made: dict[str, Any] = {}
     for case in cases:
@@ -124,7 +124,7 @@ def _joined(cases: Sequence[Any]) -> list[Any]:
     return list(made.values())
 
 
-def page(folder: Path, runs: Sequence[Mapping[str, Any]], found: _Found, result: Any) -> str:
+def gpu_page(folder: Path, runs: Sequence[Mapping[str, Any]], found: _Found, result: Any) -> str:
     """All that is known, as Markdown."""
     here = runs[-1]
     gpu = here["gpus"][0] if here["gpus"] else {"name": here["cpu"]}
@@ -141,16 +141,16 @@ def page(folder: Path, runs: Sequence[Mapping[str, Any]], found: _Found, result:
         "is in [bench.md](bench.md#on-a-gpu). Ranks that share a chip are proven there, against "
         "oracles in float64, and never timed; steps that have not run prove nothing.",
         "",
-        *_steps(found),
+        *_step_lines(found),
         *_slices(runs),
         *_proven(runs, found),
         *_failures(found),
-        *solo_page.lines(folder / "solo.json"),
+        *solo_page.solo_lines(folder / "solo.json"),
         *_tuned(found),
     ]
     for suite in dict.fromkeys(case.suite for case in result.cases):
         cases = [case for case in result.cases if case.suite == suite]
-        table = table_of(Result(suite, result.environment, cases))
+        table = result_table(Result(suite, result.environment, cases))
         lines += ["", f"## {suite}", "", *markdown_lines(table.header, table.rows), ""]
         lines += [f"- {line}" for line in (*table.summary, *table.notes)]
     if result.cases:
@@ -162,7 +162,7 @@ def page(folder: Path, runs: Sequence[Mapping[str, Any]], found: _Found, result:
 _OF_GPU = {"memory": "memory.total", "driver": "driver_version"}
 
 
-def _steps(found: _Found) -> list[str]:
+def _step_lines(found: _Found) -> list[str]:
     rows = []
     for step in STEPS.values():
         ends = [entry for (of, _), entry in found.items() if of == step.name]
@@ -182,7 +182,7 @@ def _slices(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     return ["", *markdown_lines(["slice, UTC", "commit", "digest of the sources"], rows, texts=3)]
 
 
-def _commit(runs: Sequence[Mapping[str, Any]], entry: Mapping[str, Any]) -> str:
+def _outcome_commit(runs: Sequence[Mapping[str, Any]], entry: Mapping[str, Any]) -> str:
     """The commit that an outcome is of."""
     of = entry.get("sources")
     return next((str(run["commit"]) for run in runs if of and run.get("sources") == of), "") or "-"
@@ -198,7 +198,7 @@ def _proven(runs: Sequence[Mapping[str, Any]], found: _Found) -> list[str]:
     for (step, case), entry in found.items():
         if entry["outcome"] == "passed" and step in ("proof", "threads", "processes"):
             way, _, call = case.rpartition("/")
-            of = f"{' '.join(filter(None, (step, way)))}, commit {_commit(runs, entry)}"
+            of = f"{' '.join(filter(None, (step, way)))}, commit {_outcome_commit(runs, entry)}"
             names.setdefault(of, []).append(call)
     return ["", "## What was right", "", *_listed(names)] if names else []
 
@@ -208,7 +208,7 @@ def _origins(runs: Sequence[Mapping[str, Any]], found: _Found) -> list[str]:
     names: dict[str, list[str]] = {}
     for (_, case), entry in found.items():
         if "row" in entry:
-            names.setdefault(_commit(runs, entry), []).append(case)
+            names.setdefault(_outcome_commit(runs, entry), []).append(case)
     if not names:
         return []
     return ["", "Figures by commit; kernels may have changed since:", "", *_listed(names)]
@@ -216,7 +216,7 @@ def _origins(runs: Sequence[Mapping[str, Any]], found: _Found) -> list[str]:
 
 def _tuned(found: _Found) -> list[str]:
     lines = [
-        f"- {case}: {tuned(entry['tuned'])}"
+        f"- {case}: {search_line(entry['tuned'])}"
         for (_, case), entry in found.items()
         if "tuned" in entry
     ]
@@ -242,7 +242,7 @@ def _failures(found: _Found) -> list[str]:
     ]
 
 
-def publish(folder: Path, root: Path) -> None:
+def publish_results(folder: Path, root: Path) -> None:
     """Copy what a run has found to where the repository keeps it.
 
     Not the kernels' rates, by which `auto` chooses: of a few cases they would be no more than that.

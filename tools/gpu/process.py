@@ -40,9 +40,9 @@ def main() -> int:
     from tools.gpu import figures as gpu_figures
 
     plan = StepPlan(**json.loads(sys.argv[1]))
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
     run = {
-        "compile": gpu_compile.run,
+        "compile": gpu_compile.compile_cases,
         "solo": gpu_figures.solo,
         "tune": gpu_figures.tune,
         "plain": gpu_figures.suites,
@@ -56,7 +56,7 @@ def main() -> int:
     os._exit(FAILED if report.failed else GO_ON if report.goes_on else 0)
 
 
-def _end_with_parent() -> None:
+def _end_with_stdin() -> None:
     """End this process and all that it started when the one that started it is gone."""
     sys.stdin.read()
     os.killpg(0, signal.SIGKILL)
@@ -83,13 +83,15 @@ def _threads(plan: StepPlan, report: GpuReport) -> None:
                 W, _, _ = gpu_cases.parsed(name)
 
                 def body(rank: int, name: str = name, W: int = W) -> None:
-                    gpu_cases.run(name, gpu_cases.Place(rank, W, device, plan.device == "cpu"))
+                    gpu_cases.run_case_on_rank(
+                        name, gpu_cases.Place(rank, W, device, plan.device == "cpu")
+                    )
 
                 with report.launches.noting(rank_here, gpu_cases.be_late):
                     on_ranks(plan.device, W, body, limit_s - 2)
 
 
-def _apart() -> dict[str, str]:
+def _environment_apart() -> dict[str, str]:
     """The environment of a program whose ranks are no threads: torch's kernels need not be there
     before they are used, all of which takes seconds."""
     return {name: value for name, value in os.environ.items() if name != "CUDA_MODULE_LOADING"}
@@ -99,7 +101,7 @@ def _doctor() -> None:
     """What the machine has; a failure of its trial is one of this case."""
     done = subprocess.run(
         [sys.executable, "-m", "weft", "doctor"],
-        env=_apart(),
+        env=_environment_apart(),
         stdout=subprocess.PIPE,
         text=True,
         check=False,
@@ -142,7 +144,7 @@ def _sanitized(plan: StepPlan, seconds: float) -> None:
     try:
         done = subprocess.run(
             command,
-            env=_apart() | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+            env=_environment_apart() | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -207,7 +209,9 @@ def _process(rank: int, progress: Callable[[Any], None], plan: StepPlan) -> None
                 return
             progress(("begin", name))
             try:
-                gpu_cases.run(name, gpu_cases.Place(rank, 2, device, plan.device == "cpu"))
+                gpu_cases.run_case_on_rank(
+                    name, gpu_cases.Place(rank, 2, device, plan.device == "cpu")
+                )
             except gpu_cases.ImpossibleError as reason:
                 progress(("end", (name, "skipped", str(reason))))
             else:

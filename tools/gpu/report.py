@@ -90,7 +90,7 @@ class GpuReport:
         except CutError as reason:
             outcome, why = "cut", str(reason)
         except Exception as error:
-            outcome, why = "failed", told(error)
+            outcome, why = "failed", traceback_text(error)
         watch.cancel()
         self.end(name, outcome, time.monotonic() - start, why, **found)
 
@@ -107,7 +107,7 @@ def append(record: Path, entry: dict[str, Any]) -> None:
     os.close(file)
 
 
-def told(error: BaseException) -> str:
+def traceback_text(error: BaseException) -> str:
     """A traceback whose last line says what is wrong; files as from here, or as packages."""
     text = "".join(traceback.format_exception(error)).strip()
     for folder in (Path(__file__).resolve().parents[2], sysconfig.get_path("purelib")):
@@ -166,7 +166,7 @@ class LastLaunches:
         def noted(run: Any) -> Any:
             def run_noted(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
                 if self._notes and not warmup:
-                    self.note(rank(), described(kernel, grid, options))
+                    self.note(rank(), launch_line(kernel, grid, options))
                     before()
                 return run(kernel, *args, grid=grid, warmup=warmup, **options)
 
@@ -187,7 +187,7 @@ class LastLaunches:
             self._notes = True
 
 
-def described(kernel: Any, grid: Any, options: dict[str, Any]) -> str:
+def launch_line(kernel: Any, grid: Any, options: dict[str, Any]) -> str:
     """A launch in a line: the kernel, its grid, its constants and compile options.
 
     Example:

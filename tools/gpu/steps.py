@@ -151,8 +151,8 @@ def tune_specs(quick: bool) -> dict[str, Any]:
     """The problems whose launches are searched: fused matmuls for a table, attention to be read."""
     from weft.bench.solo import attention_tiles, sweep
 
-    matmuls = sweep.specs(quick)[: 3 if quick else None]
-    return {spec.name: spec for spec in (*attention_tiles.specs(quick), *matmuls)}
+    matmuls = sweep.launch_specs(quick)[: 3 if quick else None]
+    return {spec.name: spec for spec in (*attention_tiles.tile_specs(quick), *matmuls)}
 
 
 def suites_of(step: str) -> Sequence[Any]:

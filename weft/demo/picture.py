@@ -43,7 +43,7 @@ _FLOOR = 1e-9  # equal losses have no place on a logarithmic axis
 _TEXT_COLUMNS, _TEXT_LINES = 62, 16
 
 
-def draw(comparison: Comparison, path: Path) -> None:
+def draw_comparison(comparison: Comparison, path: Path) -> None:
     """Write the picture as a PNG."""
     shape, ranks = comparison.run.shape, len(comparison.ranks)
     with plt.rc_context(_STYLE):

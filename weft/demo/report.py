@@ -102,7 +102,7 @@ def _mean_ms(seconds: list[float]) -> float:
     return 1e3 * sum(steady) / len(steady)
 
 
-def write(comparison: Comparison, out: Path) -> None:
+def write_comparison(comparison: Comparison, out: Path) -> None:
     """Put report.json, explain.txt and text.txt into `out`."""
     sharded = comparison.ranks[0]
     decisions = "".join(f"{calls} x {what}\n" for what, calls in sharded.decisions.items())
@@ -111,7 +111,7 @@ def write(comparison: Comparison, out: Path) -> None:
     (out / "text.txt").write_text(sharded.text + "\n")
 
 
-def show(comparison: Comparison, console: Console) -> None:
+def print_comparison(comparison: Comparison, console: Console) -> None:
     """Print the comparison."""
     sharded = comparison.ranks[0]
     console.print(_losses(comparison))
@@ -130,7 +130,7 @@ def show(comparison: Comparison, console: Console) -> None:
     console.print(Text(sharded.text, style="cyan"), "\n")
 
 
-def _table(title: str, *columns: str) -> Table:
+def _rich_table(title: str, *columns: str) -> Table:
     table = Table(
         title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
     )
@@ -146,7 +146,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _losses(comparison: Comparison) -> Table:
-    table = _table("loss", "", "first step", "last step", "held-out", "tokens/s", "ms a step")
+    table = _rich_table("loss", "", "first step", "last step", "held-out", "tokens/s", "ms a step")
     rows = {
         "reference, one process": comparison.reference,
         f"weft, {len(comparison.ranks)} ranks": comparison.ranks[0],
@@ -164,7 +164,7 @@ def _losses(comparison: Comparison) -> Table:
 
 
 def _times(comparison: Comparison) -> Table:
-    table = _table("time of a step", "", "arithmetic", "waiting for peers", "waiting")
+    table = _rich_table("time of a step", "", "arithmetic", "waiting for peers", "waiting")
     for rank, result in enumerate(comparison.ranks):
         step, waiting = comparison.step_ms(result), comparison.wait_ms(result)
         table.add_row(
@@ -178,7 +178,7 @@ def _times(comparison: Comparison) -> Table:
 
 def _engines(result: TrainingLog) -> Table:
     title = "engines of one training step (explain.txt tells why)"
-    table = _table(title, "calls", "op", "shapes", "engine")
+    table = _rich_table(title, "calls", "op", "shapes", "engine")
     others: Counter[tuple[str, str]] = Counter()
     for decision, calls in result.decisions.items():
         if decision.engine == "shards":  # a choice of layouts, which runs no engine by itself

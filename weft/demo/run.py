@@ -63,11 +63,11 @@ def run_demo(run: Run, ranks: int, out: Path) -> report.Comparison:
         (reference,) = trained("reference, one process", 1)
         results = trained(f"weft, {ranks} ranks", ranks)
     comparison = report.Comparison(run, parameters, reference, results, load)
-    report.write(comparison, out)
+    report.write_comparison(comparison, out)
 
     from weft.demo import picture  # matplotlib takes a second to import
 
-    picture.draw(comparison, out / "demo.png")
-    report.show(comparison, console)
+    picture.draw_comparison(comparison, out / "demo.png")
+    report.print_comparison(comparison, console)
     console.print(f"written to {out}: demo.png, report.json, explain.txt, text.txt")
     return comparison
