@@ -616,6 +616,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.slow
 def test_receipts_are_printed_by_the_variable_alone() -> None:
     """To stderr; or as the process logs, at whatever level, if it does."""
     for given, name in ((), "weft.compile"), (("configured",), "mine"):

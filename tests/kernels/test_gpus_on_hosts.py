@@ -112,7 +112,9 @@ def moves_body(*args: Any) -> list[tuple[str, int, int]]:
         return test_host_moves.walk_body(*args)
 
 
-@pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
+@pytest.mark.parametrize(
+    "later", [pytest.param(False, marks=pytest.mark.slow), True], ids=["now", "later"]
+)
 def test_moves(ranks: Any, later: bool) -> None:
     """Of DTensors: at the least of bytes."""
     told = ranks(4, moves_body, "BAAB", [[3, 0], [1, 2]], (6, 9), 4, later)
@@ -140,6 +142,7 @@ def virtual_body(rank: int) -> None:
     assert torch.equal(x.grad, times.expand(-1, 2) * 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", [[1, 2]])
 def test_races(hosts: list[int]) -> None:
     with gpus():
