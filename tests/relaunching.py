@@ -140,10 +140,7 @@ def wrong_call(name: str) -> str:
 
 # Calls through copy engines, whose copies are enqueued anew, gradients, and those that take a
 # routing, whose tensors are no arguments.
-NOT_STRAIGHT = {
-    *("all_gather_matmul, 8192 tokens", "its gradient of w", "its gradients"),
-    "experts, 64 tokens",
-}
+NOT_STRAIGHT = {"its gradient of w", "its gradients", "experts, 64 tokens"}
 
 
 def launched_straight() -> bool:
