@@ -138,8 +138,7 @@ def wrong_call(name: str) -> str:
         return difference(kept, anew, old) or difference(straight, anew, old)
 
 
-# Calls through copy engines, whose copies are enqueued anew, gradients, and those that take a
-# routing, whose tensors are no arguments.
+# Gradients, and calls that take a routing, whose tensors are no arguments.
 NOT_STRAIGHT = {"its gradient of w", "its gradients", "experts, 64 tokens"}
 
 
