@@ -125,8 +125,7 @@ def windows(
         widest: elements of the largest piece in one shot.
     """
     slots = 2 if config.two_shot else world_size
-    room = _MOST_ROOM // slots - 2 * world_size * _SLOT_ALIGN
-    most = max(1, room // itemsize - _SLOT_ALIGN)  # the last one is longer by what others lack
+    most = max(1, (_MOST_ROOM // slots - 2 * world_size * _SLOT_ALIGN) // itemsize)
     count = -(-widest // most)
     edges = [widest * i // count // _SLOT_ALIGN * _SLOT_ALIGN for i in range(count)] + [widest]
     return list(pairwise(edges)) if widest else []
