@@ -340,16 +340,11 @@ def _all_to_all_into(
         by_group(dist.all_to_all_single, group, x.is_cuda, *args)
         return
     if way == "triton":
-        moved = [[row * n for n in each] for each in (sends, receives)]
+        sent, received = ([row * n for n in each] for each in (sends, receives))
         for launch in _kernels("all_to_all", group, call, x, nbytes):
             with launch as (kernels, ws, config, window):
-                firsts, parts = zip(*(kernels.cut_to(window, each) for each in moved), strict=True)
-                at = [
-                    [*map(sum, zip(offsets(each), first, strict=True))]
-                    for each, first in zip(moved, firsts, strict=True)
-                ]
                 kernels.launch_exchange(
-                    x, out, ws, at[0], parts[0], parts[1], window[1] - window[0], config, at[1]
+                    x, out, ws, offsets(sent), sent, received, widest, config, window
                 )
         return
     leave, arrive = offsets([n * row for n in sends]), offsets([n * row for n in receives])

@@ -168,7 +168,7 @@ def launch_exchange(
     receives: Sequence[int],
     widest: int,
     config: CollectiveConfig,
-    receive_at: Sequence[int] | None = None,
+    window: tuple[int, int] | None = None,
 ) -> None:
     """Enqueue: piece p of `x` goes to rank p, the pieces received lie in `out` in rank order.
 
@@ -178,16 +178,19 @@ def launch_exchange(
         receives: size of each rank's piece for this one.
         widest: size of the largest piece of all ranks.
         config: the same on all ranks.
-        receive_at: where each rank's piece begins in out; None: one behind the other.
+        window: of every piece only these elements; the same on all ranks.
     """
-    into = offsets(receives) if receive_at is None else receive_at
+    window = window or (0, widest)
+    widest = window[1] - window[0]
+    leave, sends = _cut_to(window, send_at, sends)
+    arrive, receives = _cut_to(window, offsets(receives), receives)
 
     def launched() -> tuple[torch.Tensor, ...]:
         size = x.element_size()
         needed = workspace_bytes(widest * size, ws.world_size, config)
         check_room(ws, needed, "workspace_bytes(bytes of the largest piece, world_size, config)")
         # Bytes are copied in the widest words that divide every piece, to 16 bytes at a time.
-        counts = [*send_at, *sends, *into, *receives]
+        counts = [*leave, *sends, *arrive, *receives]
         counts += [int(x.storage_offset()), int(out.storage_offset())]  # for the views as words
         align = alignment(size, [x.data_ptr(), out.data_ptr()], counts)
         word = min(align, 8)
@@ -198,8 +201,8 @@ def launch_exchange(
         launching(exchange_kernel, config.programs)(
             as_words(out, word),
             as_words(x, word),
-            Pieces(words(send_at), words(sends)),
-            Pieces(words(into), words(receives)),
+            Pieces(words(leave), words(sends)),
+            Pieces(words(arrive), words(receives)),
             link_of(ws),
             piece_room(widest * size) // word,
             ws.rank,
@@ -212,7 +215,7 @@ def launch_exchange(
         return ()
 
     operands = _apart(x, out)
-    sizes = *send_at, *sends, *into, *receives, widest
+    sizes = *leave, *sends, *arrive, *receives, widest
     ws.repeat(("exchange", sizes, config, layouts_of(operands)), operands, launched)
 
 
@@ -232,22 +235,23 @@ def launch_all_gather(
     """Enqueue: out = every rank's x, of sizes[rank] elements, in rank order; of each only those in
     `window`, if given, which is the same on all ranks.
     """
-    W, starts = ws.world_size, offsets(sizes)
-    first, parts = cut_to(window or (0, max(sizes)), sizes)
-    sent, mine = [first[ws.rank]] * W, [parts[ws.rank]] * W
-    at = [start + skipped for start, skipped in zip(starts, first, strict=True)]
-    launch_exchange(x, out, ws, sent, mine, parts, max(parts), config, at)
+    W, own = ws.world_size, sizes[ws.rank]
+    launch_exchange(x, out, ws, [0] * W, [own] * W, sizes, max(sizes), config, window)
 
 
-def cut_to(window: tuple[int, int], sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Where a window of pieces of these sizes begins in each, and what of each is in it.
+def _cut_to(
+    window: tuple[int, int], starts: Sequence[int], sizes: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Where the elements of a window begin that lie in pieces of these starts and sizes, and how
+    many there are in each.
 
     Example:
-        (4, 8) of pieces of 10, 5 and 2: from 4, 4 and 2, 4, 1 and 0 elements.
+        (4, 8) of pieces of 10, 5 and 2, one behind the other: 4, 1 and 0 elements from 4, 14, 17.
     """
     start, stop = window
-    first = [min(start, size) for size in sizes]
-    return first, [min(stop, size) - at for size, at in zip(sizes, first, strict=True)]
+    firsts = [min(start, size) for size in sizes]
+    counts = [min(stop, size) - first for size, first in zip(sizes, firsts, strict=True)]
+    return [*map(sum, zip(starts, firsts, strict=True))], counts
 
 
 def launch_reduce(
@@ -273,9 +277,8 @@ def launch_reduce(
         W, itemsize = ws.world_size, x.element_size()
         count = x.numel()
         if sizes is not None:
-            first, parts = cut_to(window or (0, max(sizes)), sizes)
-            at = zip(offsets(sizes), first, strict=True)
-            shares, starts, widest = tuple(parts), tuple(map(sum, at)), max(parts)
+            at, parts = _cut_to(window or (0, max(sizes)), offsets(sizes), sizes)
+            shares, starts, widest = tuple(parts), tuple(at), max(parts)
         elif config.two_shot:
             vector = max(1, 16 // itemsize)
             share = -(-count // (W * vector)) * vector
