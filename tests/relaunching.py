@@ -88,10 +88,8 @@ def held() -> list[tuple[int, int]]:
 def forget() -> None:
     """Have the next calls made anew."""
     for each in gc.get_objects():
-        if isinstance(each, Repeated):
-            each._kept.clear()
         if isinstance(each, Workspace):
-            each._launches.clear()
+            each.forget_launches()
     repeatable.straight.clear()
 
 

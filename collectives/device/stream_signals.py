@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _GENERATION = signals.Constant(pad.GENERATION)
 _HOST_SLOTS = signals.Constant(pad.HOST_SLOTS)
 _LINE = signals.Constant(pad.LINE)
-DATA_WORD, _END_WORD = 0, 1
+_DATA_WORD, _END_WORD = 0, 1
 _BARRIER_WORDS = pad.HOST_SLOTS - 8  # generation words of the 7 barrier channels
 
 
@@ -75,15 +75,6 @@ def _post_kernel(
     signals.signal(_slot(signal_ptrs, peers, rank, SLOT_WORD), generation, lanes < count)
 
 
-@triton.jit
-def hold(signal_ptrs, rank, peer, generation, timeout_ns, SLOT_WORD: tl.constexpr):
-    """Wait until `peer` has posted `generation` to this rank, `rank`. A time-out is recorded."""
-    own = signals.peer_ptr(signal_ptrs, rank, tl.int64)
-    word = _slot(signal_ptrs, rank, peer, SLOT_WORD)
-    if not signals.wait(own, word, generation, timeout_ns):
-        signals.record_timeout(own, rank, peer, generation)
-
-
 @triton.jit(do_not_specialize=["rank", "first", "count", "timeout_ns"])
 def _wait_kernel(
     signal_ptrs,
@@ -102,7 +93,10 @@ def _wait_kernel(
     own_pad = signals.peer_ptr(signal_ptrs, rank, tl.int64)
     generation = tl.load(own_pad + GENERATION_WORD)
     if ONE:
-        hold(signal_ptrs, rank, first % WORLD_SIZE, generation, timeout_ns, SLOT_WORD)
+        peer = first % WORLD_SIZE
+        word = _slot(signal_ptrs, rank, peer, SLOT_WORD)
+        if not signals.wait(own_pad, word, generation, timeout_ns):
+            signals.record_timeout(own_pad, rank, peer, generation)
     else:
         lanes, peers = signals.peer_lanes(first, WORLD_SIZE)
         words = _slot(signal_ptrs, rank, peers, SLOT_WORD)
@@ -111,19 +105,28 @@ def _wait_kernel(
         )
 
 
-@triton.jit(do_not_specialize=["rank"])
-def _end_kernel(signal_ptrs, rank, results) -> None:
-    """End a call, as `signals.end_call` does. Grid: 1.
+@triton.jit
+def end_in_kernel(own_pad, results):
+    """End a call of which the stream has waited for all, as `signals.end_call` does.
 
-    Args:
-        results: tuple of (pointer to bytes, count).
+    `results`: tuple of (pointer to bytes, count), which are spoilt if a wait has failed.
     """
-    own_pad = signals.peer_ptr(signal_ptrs, rank, tl.int64)
     signals.release_claim(own_pad)
     if signals.failed(own_pad):
         signals.tell_peers(own_pad)
         for i in tl.static_range(len(results)):
             signals.spoil(results[i][0], results[i][1])
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _end_kernel(signal_ptrs, rank, results) -> None:
+    """`end_in_kernel`. Grid: 1."""
+    end_in_kernel(signals.peer_ptr(signal_ptrs, rank, tl.int64), results)
+
+
+def bytes_of(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """All bytes of each, to be spoilt: bytes of ones are NaN in whatever type results can have."""
+    return [x.as_strided((x.numel(),), (1,)).view(torch.int8) for x in results]
 
 
 def begin(ws: Workspace) -> None:
@@ -132,7 +135,7 @@ def begin(ws: Workspace) -> None:
     launch_kept(ws.kept_launches(), _begin_kernel, args, GENERATION_WORD=pad.GENERATION)
 
 
-def post(ws: Workspace, first: int, count: int = 1, word: int = DATA_WORD) -> None:
+def post(ws: Workspace, first: int, count: int = 1, word: int = _DATA_WORD) -> None:
     """Publish to `count` ranks, from `first` on, what the stream has written so far."""
     launch_kept(
         ws.kept_launches(),
@@ -144,7 +147,7 @@ def post(ws: Workspace, first: int, count: int = 1, word: int = DATA_WORD) -> No
     )
 
 
-def wait_in_stream(ws: Workspace, first: int, count: int = 1, word: int = DATA_WORD) -> None:
+def wait_in_stream(ws: Workspace, first: int, count: int = 1, word: int = _DATA_WORD) -> None:
     """Hold the stream until `count` ranks, from `first` on, have posted in this call."""
     launch_kept(
         ws.kept_launches(),
@@ -161,8 +164,7 @@ def end_in_stream(ws: Workspace, results: Sequence[torch.Tensor] = ()) -> None:
     """Hold the stream until every rank has finished this call; spoil `results` if a wait failed."""
     post(ws, ws.rank + 1, ws.world_size - 1, _END_WORD)
     wait_in_stream(ws, ws.rank + 1, ws.world_size - 1, _END_WORD)
-    # Bytes of ones are NaN in whatever type that the results of calls can have.
-    flat = [x.as_strided((x.numel(),), (1,)).view(torch.int8) for x in results]
+    flat = bytes_of(results)
 
     def launched() -> list[torch.Tensor]:
         pairs = tuple((x, x.numel()) for x in flat)

@@ -156,8 +156,9 @@ class Workspace:
         return self._repeated((key, settings.timeout_s(), settings.sms()), operands, make)
 
     def forget_launches(self) -> None:
-        """Let calls be made anew, and kept once more: `repeat`."""
+        """Let calls be made anew, and kept once more: `repeat` and `kept_launches`."""
         self._repeated = None
+        self._launches.clear()
 
     def _repeater(self) -> _Repeat:
         from weft.collectives.device import launches, signals

@@ -48,6 +48,7 @@ import triton.language as tl
 
 from weft.collectives.device import signals
 from weft.collectives.device.launches import doing, launch_kept, launching
+from weft.collectives.device.stream_signals import bytes_of, end_in_kernel
 from weft.collectives.memory.workspace import Workspace, check_room, link_of
 from weft.collectives.ranks import pad
 from weft.kernels.device import gathers
@@ -91,20 +92,10 @@ def _announce_kernel(link, rank, peer, chunk, WORLD_SIZE: tl.constexpr) -> None:
 
 @triton.jit(do_not_specialize=["rank"])
 def _finish_kernel(link, rank, results, WORLD_SIZE: tl.constexpr) -> None:
-    """End the call, once all ranks have come so far. Grid: 1.
-
-    Args:
-        results: tuple of (pointer to bytes, count), to be spoilt if a wait has failed.
-    """
+    """End the call, once all ranks have come so far; `results` as of `end_in_kernel`. Grid: 1."""
     generation = signals.last_generation(link.signal_ptrs, rank)
     signals.barrier(link.signal_ptrs, rank, WORLD_SIZE, 0, 1, generation, link.timeout_ns)
-    own_pad = signals.peer_ptr(link.signal_ptrs, rank, tl.int64)
-    signals.release_claim(own_pad)
-    if signals.failed(own_pad):
-        signals.tell_host(own_pad)
-        signals.tell_peers(own_pad)
-        for i in tl.static_range(len(results)):
-            signals.spoil(results[i][0], results[i][1])
+    end_in_kernel(signals.peer_ptr(link.signal_ptrs, rank, tl.int64), results)
 
 
 class _Copy(NamedTuple):
@@ -275,8 +266,7 @@ class Fetching:
         """
         doing(self.rejoin)
         ws = self._ws
-        flat = [x.as_strided((x.numel(),), (1,)).view(torch.int8) for x in results]
-        pairs = tuple((x, x.numel()) for x in flat)
+        pairs = tuple((x, x.numel()) for x in bytes_of(results))
         launching(_finish_kernel, 1)(
             link_of(ws), ws.rank, pairs, WORLD_SIZE=ws.world_size, num_warps=4
         )
