@@ -124,7 +124,7 @@ def _end_kernel(signal_ptrs, rank, results) -> None:
     end_in_kernel(signals.peer_ptr(signal_ptrs, rank, tl.int64), results)
 
 
-def bytes_of(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def spoilable_bytes(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """All bytes of each, to be spoilt: bytes of ones are NaN in whatever type results can have."""
     return [x.as_strided((x.numel(),), (1,)).view(torch.int8) for x in results]
 
@@ -164,7 +164,7 @@ def end_in_stream(ws: Workspace, results: Sequence[torch.Tensor] = ()) -> None:
     """Hold the stream until every rank has finished this call; spoil `results` if a wait failed."""
     post(ws, ws.rank + 1, ws.world_size - 1, _END_WORD)
     wait_in_stream(ws, ws.rank + 1, ws.world_size - 1, _END_WORD)
-    flat = bytes_of(results)
+    flat = spoilable_bytes(results)
 
     def launched() -> list[torch.Tensor]:
         pairs = tuple((x, x.numel()) for x in flat)

@@ -48,7 +48,7 @@ import triton.language as tl
 
 from weft.collectives.device import signals
 from weft.collectives.device.launches import doing, launch_kept, launching
-from weft.collectives.device.stream_signals import bytes_of, end_in_kernel
+from weft.collectives.device.stream_signals import spoilable_bytes, end_in_kernel
 from weft.collectives.memory.workspace import Workspace, check_room, link_of
 from weft.collectives.ranks import pad
 from weft.kernels.device import gathers
@@ -266,7 +266,7 @@ class Fetching:
         """
         doing(self.rejoin)
         ws = self._ws
-        pairs = tuple((x, x.numel()) for x in bytes_of(results))
+        pairs = tuple((x, x.numel()) for x in spoilable_bytes(results))
         launching(_finish_kernel, 1)(
             link_of(ws), ws.rank, pairs, WORLD_SIZE=ws.world_size, num_warps=4
         )
