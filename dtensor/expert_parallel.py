@@ -54,7 +54,7 @@ class ExpertParallel(ParallelStyle):
     Its attribute `num_experts`, if it has one, becomes the number of this rank's. Gradients of
     weights are sums over the tokens of all ranks.
 
-    The code is tried once, with small weights: what does the same as experts of
+    The code is tried first, with small weights: what does the same as experts of
     `ExpertParallelMLP` runs as those do, by `dispatch_grouped_matmul` and
     `grouped_matmul_combine`, in the dtype that it multiplies in. Other code is called as it is,
     between `dispatch` and `combine`.
@@ -172,9 +172,14 @@ def _experts_of_rows(num_tokens_per_expert: torch.Tensor, rows: int) -> torch.Te
     if isinstance(num_tokens_per_expert, DTensor):
         num_tokens_per_expert = num_tokens_per_expert.full_tensor()
     ends = num_tokens_per_expert.cumsum(0).to(torch.int32)
-    at = torch.arange(rows, dtype=torch.int32, device=ends.device)
-    expert = torch.searchsorted(ends, at, right=True)
+    expert = _number_of_expert(ends, rows)
     return expert.masked_fill(expert == len(ends), -1).unsqueeze(1)
+
+
+def _number_of_expert(ends: torch.Tensor, rows: int) -> torch.Tensor:
+    """Of each of sorted rows; len(ends) from the last end on."""
+    at = torch.arange(rows, dtype=torch.int32, device=ends.device)
+    return torch.searchsorted(ends, at, right=True)
 
 
 def _fused(
@@ -219,8 +224,7 @@ def _by_module(
     if weights is None:
         counts = routing.counts.sum(0).to(integers)
         return _used(parts.run(forward, rows, counts), routing)
-    at = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
-    expert = torch.searchsorted(routing.ends, at, right=True).clamp(max=len(routing.ends) - 1)
+    expert = _number_of_expert(routing.ends, len(rows)).clamp(max=len(routing.ends) - 1)
     ones = weights.new_ones(len(rows), 1)
     made = parts.run(forward, rows, expert.unsqueeze(1).to(integers), ones)
     return _used(made, routing)

@@ -11,7 +11,15 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, Node
 
-from weft.kernels.graphs.chains import COLLECTIVES, aten, c10d, is_call, is_reshape, shape
+from weft.kernels.graphs.chains import (
+    COLLECTIVES,
+    aten,
+    c10d,
+    dim_argument,
+    is_call,
+    is_reshape,
+    shape,
+)
 
 # Linear in integers, or indexing by them.
 _STEPS = {
@@ -203,12 +211,9 @@ def is_step(node: Node) -> bool:
 
 def _may_clamp(node: Node) -> bool:
     """Whether a slice takes a fixed number of rows of what has as many as counts say."""
-    sliced: Any
-    dim: Any
-    sliced, dim, *ends = [*node.args[:4], 0, None, None][:4]
-    size = shape(sliced)[dim]
-    fixed = [end for end in ends if isinstance(end, int) and 0 < abs(end) < 1 << 62]
-    return bool(fixed) and not isinstance(size, int)
+    sliced: Any = node.args[0]
+    is_fixed = any(isinstance(end, int) and 0 < abs(end) < 1 << 62 for end in node.args[2:4])
+    return is_fixed and not isinstance(shape(sliced)[dim_argument(node, 1)], int)
 
 
 def played(wanted: Any, known: dict[Node, Any]) -> list[Any]:

@@ -113,21 +113,21 @@ def gathered_along(whole: Node, parts: int) -> tuple[Node, int]:
     else:
         pieces = users if _are_even(users, whole, 0, parts) else []
     joined = _joined(pieces) if pieces else None
-    return (whole, 0) if joined is None else (joined, _dim_argument(joined, 1))
+    return (whole, 0) if joined is None else (joined, dim_argument(joined, 1))
 
 
 def scattered_along(source: Node, parts: int) -> tuple[Node, int]:
     """What is scattered and along which dim, given what is scattered along dim 0."""
-    if not is_call(source, aten.cat.default) or _dim_argument(source, 1) or len(source.users) > 1:
+    if not is_call(source, aten.cat.default) or dim_argument(source, 1) or len(source.users) > 1:
         return source, 0
     pieces: Any = source.args[0]
     cut = pieces[0].args[0] if is_call(pieces[0], operator.getitem, aten.slice.Tensor) else None
     if isinstance(cut, Node) and is_call(cut, *_SPLITS):
-        dim = _dim_argument(cut, 2)
+        dim = dim_argument(cut, 2)
         if _pieces(cut, dim, parts) == list(pieces) and dim > 0:
             return cut.all_input_nodes[0], dim
     elif isinstance(cut, Node) and all(is_call(piece, aten.slice.Tensor) for piece in pieces):
-        dim = _dim_argument(pieces[0], 1)
+        dim = dim_argument(pieces[0], 1)
         if _are_even(pieces, cut, dim, parts) and dim > 0:
             return cut, dim
     return source, 0
@@ -146,7 +146,7 @@ def _are_even(pieces: Sequence[Node], of: Node, dim: int, parts: int) -> bool:
 def _sliced(piece: Node) -> tuple[Any, ...]:
     """Of what, along which dim, from where to where; sizes as text, as they may be symbols."""
     of, _, *ends = piece.args[:4]
-    dim = _dim_argument(piece, 1)
+    dim = dim_argument(piece, 1)
     length = shape(piece.all_input_nodes[0])[dim]
     values = [each.meta["val"] if isinstance(each, Node) else each for each in ends]
     if len(values) == 2 and isinstance(values[1], int) and isinstance(length, int):
@@ -157,7 +157,7 @@ def _sliced(piece: Node) -> tuple[Any, ...]:
 
 def _pieces(split: Node, dim: int, parts: int) -> list[Node]:
     """The equal pieces of a split along `dim`, in order; none if they are others."""
-    if _dim_argument(split, 2) != dim or len(split.users) != parts:
+    if dim_argument(split, 2) != dim or len(split.users) != parts:
         return []
     if not all(is_call(user, operator.getitem) for user in split.users):
         return []
@@ -177,8 +177,8 @@ def _joined(pieces: list[Node]) -> Node | None:
     return cat if isinstance(joined, Sequence) and list(joined) == pieces else None
 
 
-def _dim_argument(node: Node, position: int) -> int:
-    """The dim that a cat or split names, or leaves to be 0; counted from the front."""
+def dim_argument(node: Node, position: int) -> int:
+    """The dim that a cat, split or slice names, or leaves to be 0; counted from the front."""
     dim = node.args[position] if len(node.args) > position else node.kwargs.get("dim", 0)
     assert isinstance(dim, int)
     return dim % len(shape(node.args[0] if isinstance(node.args[0], Node) else node))
