@@ -48,7 +48,7 @@ import triton.language as tl
 
 from weft.collectives.device import signals
 from weft.collectives.device.launches import doing, launch_kept, launching
-from weft.collectives.device.stream_signals import spoilable_bytes, end_in_kernel
+from weft.collectives.device.stream_signals import end_in_kernel, spoilable_bytes
 from weft.collectives.memory.workspace import Workspace, check_room, link_of
 from weft.collectives.ranks import pad
 from weft.kernels.device import gathers
