@@ -211,7 +211,7 @@ def test_kernels_are_chosen_by_price(op: protocols.Collective, chip: str, W: int
     assert taken[0]
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2, pytest.param(3, marks=pytest.mark.slow))
 def test_large_ones_go_in_windows() -> None:
     """Which need no more workspace; pieces end inside of windows, or before they begin."""
     rank, W = dist.get_rank(), dist.get_world_size()
@@ -263,6 +263,7 @@ def test_the_switch_is_offered_where_it_may_add_up() -> None:
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("dtype", multimem.DTYPES)
+@pytest.mark.slow_where(dtype=(torch.float32, torch.float16))
 def test_collectives_by_the_switch(dtype: torch.dtype) -> None:
     """Every rank's memory stands for it; uneven and empty pieces, addresses that differ."""
     rank, W = dist.get_rank(), dist.get_world_size()

@@ -173,6 +173,7 @@ def check_gradients(found: list[dict[str, Any]]) -> None:
         assert each["copies"] == 10 and each["rate"] >= 0.8, each
 
 
+@pytest.mark.slow
 def test_gathered_rows_come_by_tma():
     check_sm_90(loops("sm_90", "up, by copy engines", "gate and up, by copy engines"))
 

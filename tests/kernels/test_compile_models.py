@@ -134,6 +134,7 @@ def asynchronous(kind: str) -> list[tuple[int, int]]:
     return counts
 
 
+@pytest.mark.slow
 def test_what_asynchronous_tp_fuses_and_misses(ranks: Any) -> None:
     for forward, backward in ranks(2, asynchronous, "torchtitan"):
         # All of its matches, and the two gradients that it misses with torch 2.13.
