@@ -55,7 +55,13 @@ def on_a_rank(script: Path, port: int) -> tuple[int, str]:
 
 
 @needs_interpreter
-@pytest.mark.parametrize(("info", "code"), [pytest.param(*b[1:], id=b[0]) for b in BLOCKS])
+@pytest.mark.parametrize(
+    ("info", "code"),
+    [
+        pytest.param(*b[1:], id=b[0], marks=[pytest.mark.slow] if "torch.compile(" in b[2] else [])
+        for b in BLOCKS
+    ],
+)
 def test_block(info: str, code: str, tmp_path: Path, own_ranks: Callable[[int], RankPool]) -> None:
     if info:
         assert re.match(r"no-run: \w+", info), f"a fence says python, or no-run with why: {info}"
