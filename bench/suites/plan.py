@@ -43,10 +43,10 @@ def cases(options: Options) -> list[Spec]:
 class _Experts(nn.Module):
     """Feed-forward layers, each token's results weighted by its two best."""
 
-    def __init__(self, ffns: list[nn.Module], width: int) -> None:
+    def __init__(self, ffns: nn.ModuleList, width: int) -> None:
         super().__init__()
         self.router = nn.Linear(width, len(ffns), bias=False)
-        self.ffns = nn.ModuleList(ffns)
+        self.ffns = ffns
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         best, index = self.router(x).topk(2, dim=-1)
@@ -115,7 +115,7 @@ def _model(spec: Spec, dtype: torch.dtype, device: str) -> nn.Module:
     shape = LlamaShape(**spec.params["shape"])
     made = seeded_llama(shape, dtype, device)
     for block in made.blocks if spec.params["experts"] else ():
-        ffns = [copy.deepcopy(block.ffn) for _ in range(spec.params["experts"])]
+        ffns = nn.ModuleList(copy.deepcopy(block.ffn) for _ in range(spec.params["experts"]))
         block.ffn = _Experts(ffns, shape.d_model).to(device, dtype)
     return made
 

@@ -279,7 +279,7 @@ def test_the_switch_is_offered_where_it_may_add_up() -> None:
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("dtype", multimem.DTYPES)
-@pytest.mark.slow_where(dtype=(torch.float32, torch.float16))
+@pytest.mark.slow_where(dtype=[torch.float32, torch.float16])
 def test_collectives_by_the_switch(dtype: torch.dtype) -> None:
     """Every rank's memory stands for it; uneven and empty pieces, addresses that differ."""
     rank, W = dist.get_rank(), dist.get_world_size()

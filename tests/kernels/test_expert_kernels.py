@@ -341,7 +341,7 @@ def test_against_float64(ranks, virtual_ranks, body, world_size):
     run(world_size, body, {1: 5, 2: 12, 3: 4, 4: 4}[world_size])
 
 
-@pytest.mark.slow_where(case=(dispatched_in_fp8, few_dispatched_in_fp8, *CUT.values()))
+@pytest.mark.slow_where(case=[dispatched_in_fp8, few_dispatched_in_fp8, *CUT.values()])
 @pytest.mark.parametrize(
     "case",
     [

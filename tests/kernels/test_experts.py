@@ -187,7 +187,7 @@ CASES = {
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.slow_where(engine="triton", name=tuple(CASES)[2:])
+@pytest.mark.slow_where(engine="triton", name=list(CASES)[2:])
 def test_a_layer_against_a_loop_over_tokens(ranks: Any, name: str, engine: str) -> None:
     if (name, engine) == ("float64", "triton"):
         pytest.skip("the kernels add up in float32")
@@ -198,7 +198,7 @@ def test_a_layer_against_a_loop_over_tokens(ranks: Any, name: str, engine: str) 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", ["random", "padding", "none"])
-@pytest.mark.slow_where(kind=("padding", "none"))
+@pytest.mark.slow_where(kind=["padding", "none"])
 def test_experts_that_several_ranks_share(ranks: Any, kind: str, engine: str) -> None:
     for W, tp in (2, 2), (4, 2):
         if engine == "triton" and W == 4 and kind != "padding":
@@ -295,7 +295,7 @@ def compiled_layer(engine: str) -> None:
             torch.testing.assert_close(traced, eager, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.slow_where(engine=("host", "triton"))
+@pytest.mark.slow_where(engine=["host", "triton"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_in_a_graph_of_torch_compile(ranks: Any, engine: str) -> None:
     ranks(2, compiled_layer, engine)

@@ -484,7 +484,7 @@ def tiles_in_halves(programs, widths, activation, dtype) -> None:
 
 
 @pytest.mark.parametrize("case", IN_HALVES)
-@pytest.mark.slow_where(case=tuple(IN_HALVES)[4:])
+@pytest.mark.slow_where(case=list(IN_HALVES)[4:])
 def test_tiles_in_halves(virtual_ranks, monkeypatch, case):
     *launch, wanted = IN_HALVES[case]
     counted, halved = [], all_gather_launch.halved_tiles
@@ -624,7 +624,7 @@ def test_calls_in_a_row_on_one_workspace(ranks):
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("which", ["rows", "contraction", "scatter", "reduce"])
-@pytest.mark.slow_where(which=("contraction", "reduce"))
+@pytest.mark.slow_where(which=["contraction", "reduce"])
 def test_an_absent_peer_is_named_and_nothing_hangs(which: str) -> None:
     ws = workspace(None, 1 << 18, channel=f"absent {which}")
     rank, W = ws.rank, ws.world_size
