@@ -105,9 +105,13 @@ def catching(*modules: ModuleType) -> Iterator[list[Launch]]:
         yield caught
 
 
+class _Attributes(SimpleNamespace):
+    """One that can be referred to weakly, as workspaces are."""
+
+
 def _workspace() -> Any:
     table = torch.empty(_W, dtype=torch.int64, device="meta")
-    return SimpleNamespace(
+    return _Attributes(
         group=SimpleNamespace(on_gpus=lambda device: True, virtual=None),
         rank=0,
         world_size=_W,
@@ -315,7 +319,7 @@ def _collective_launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, 
         stream_signals.end_in_stream(ws)
         stream_signals.end_in_stream(ws, [torch.empty(8, 8, dtype=dtype, device="meta")] * 2)
         sizes_of = [8, 8] + [0] * (_W - 2)
-        fetching = copy_engines.Fetching(ws, sizes_of, 8, dtype, 8, None, eager=True)
+        fetching = copy_engines.Fetching(ws, sizes_of, 8, dtype, 8, None, eager=False)
         fetching.publish(torch.empty(8, 8, dtype=dtype, device="meta"), None, 8, 32, 32)
         fetching.start(torch.empty(16, 8, dtype=dtype, device="meta"), None, None)
         fetching.finish([torch.empty(8, 8, dtype=dtype, device="meta")] * 2)
