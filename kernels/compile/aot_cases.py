@@ -537,6 +537,7 @@ def _expert_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, Laun
         ]
     for case, tokens, transposed, activation, odd in sizes:
         R, K, N = _W * tokens * _TOP_K, _EXPERT_K + odd, _EXPERT_N + odd
+        rows_each = tokens * _TOP_K // _EXPERTS
         ends, *rows = (empty(n, dtype=torch.int32) for n in (_EXPERTS, R, R, R))
         table = RowTable(ends, *rows)
         w = empty(_EXPERTS, N, K).transpose(1, 2) if transposed else empty(_EXPERTS, K, N)
@@ -550,6 +551,7 @@ def _expert_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, Laun
                 activation=activation,
                 keep_sums=activation == "gelu",
                 numbers=empty(tokens, _TOP_K, dtype=torch.float32) if transposed else None,
+                rows_each=rows_each,
             )
         yield case, caught[-1]
         ids = empty(tokens, _TOP_K, dtype=torch.int32)
@@ -593,6 +595,7 @@ def _expert_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, Laun
                     ids.view(-1, 1) if by_slot else ids,
                     _W * _EXPERTS,
                     topk_weights=None if by_slot else empty(tokens, _TOP_K, dtype=torch.float32),
+                    rows_each=rows_each,
                 )
             yield from ((name, launch) for launch in caught)
 
@@ -630,6 +633,7 @@ def _expert_gather_launches(
                 activation=activation,
                 keep_sums=activation is not None and not quantize,
                 numbers=numbers,
+                rows_each=tokens * _TOP_K // _EXPERTS,
                 quantize=quantize,
             )
         yield from ((case, launch) for launch in caught[0 if quantize else -1 :])

@@ -61,6 +61,7 @@ class Routing:
             and the slot there.
         load: (E,) int64: how many assignments of all ranks go to each expert, for balance losses.
         everyones: over several hosts, `topk_ids` of all ranks; None elsewhere, and in a graph.
+        assigned: how many of all ranks' assignments are about for these experts; None: all are.
     """
 
     group: Group
@@ -75,6 +76,7 @@ class Routing:
     slots: torch.Tensor
     load: torch.Tensor = field(repr=False)
     everyones: torch.Tensor | None = field(default=None, repr=False)
+    assigned: int | None = field(default=None, repr=False)
 
     @property
     def top_k(self) -> int:
@@ -105,6 +107,12 @@ class Routing:
     def count(self) -> int:
         """R."""
         return len(self.rows)
+
+    @property
+    def rows_each(self) -> int:
+        """About how many rows an expert gets, if tokens choose all alike."""
+        assigned = sum(self.tokens) * self.top_k if self.assigned is None else self.assigned
+        return max(1, assigned // max(1, sum(self.experts[:: self.tensor_parallel_size])))
 
     @property
     def name(self) -> str:
@@ -334,18 +342,21 @@ def check_tokens(topk_ids: torch.Tensor, x: torch.Tensor | None = None) -> None:
             f"topk_ids must be integers (T, k) with k >= 1, got {tuple(topk_ids.shape)} "
             f"{topk_ids.dtype}"
         )
-    if x is not None and len(x) != len(topk_ids):
+    if x is not None and (len(x), x.device) != (len(topk_ids), topk_ids.device):
         raise ValueError(
-            f"x has {len(x)} tokens, but topk_ids {tuple(topk_ids.shape)} are of {len(topk_ids)}"
+            f"x has {len(x)} tokens on {x.device}, but topk_ids {tuple(topk_ids.shape)} are of "
+            f"{len(topk_ids)} on {topk_ids.device}"
         )
 
 
 def check_weights(topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> None:
     """Raise ValueError unless there is a float for each of topk_ids."""
-    if topk_weights.shape != topk_ids.shape or not topk_weights.is_floating_point():
+    given, wanted = ((t.shape, t.device) for t in (topk_weights, topk_ids))
+    if given != wanted or not topk_weights.is_floating_point():
         raise ValueError(
-            f"topk_weights must be floats {tuple(topk_ids.shape)}, one for each of topk_ids, got "
-            f"{tuple(topk_weights.shape)} {topk_weights.dtype}"
+            f"topk_weights must be floats {tuple(topk_ids.shape)} on {topk_ids.device}, one for "
+            f"each of topk_ids, got {tuple(topk_weights.shape)} {topk_weights.dtype} on "
+            f"{topk_weights.device}"
         )
 
 
