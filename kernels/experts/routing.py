@@ -295,8 +295,13 @@ def _are_read(ids: torch.Tensor) -> bool:
     return on_cpu(ids) or (settings.check_calls() and is_eager(ids.device))
 
 
-def routing_of(roster: Roster, capacity: int | None) -> Routing:
-    """The second half: all ranks gather all ids."""
+def routing_of(roster: Roster, capacity: int | None, received: int | None = None) -> Routing:
+    """The second half: all ranks gather all ids.
+
+    Args:
+        capacity: as in `route`.
+        received: as many rows as come to this rank, where the host knows them.
+    """
     group, tp, ids, tokens, experts = roster
     k, own = roster.top_k, experts[group.rank]
     firsts = [0, *accumulate(experts[::tp])]  # of each set of ranks with the same experts
@@ -304,7 +309,10 @@ def routing_of(roster: Roster, capacity: int | None) -> Routing:
     everyones = gathered.reshape(-1)
     load = _counted(everyones, firsts[-1])
     counted = [load[low:high].sum() for low, high in pairwise(firsts)]
-    room = _rows_of_room(counted, len(everyones), capacity, group.rank // tp)
+    if received is None:
+        room = _rows_of_room(counted, len(everyones), capacity, group.rank // tp)
+    else:
+        room = _checked_room(counted[group.rank // tp], received)
     first = firsts[group.rank // tp]
     # Sorting keeps the order of those alike, which is that of ranks and slots.
     expert = everyones - first
@@ -400,6 +408,17 @@ def _filled(numbers: Sequence[int], ids: torch.Tensor) -> torch.Tensor:
     if on_cpu(ids):
         return torch.tensor(numbers)
     return torch.stack([torch.full((), n, dtype=torch.int64, device=ids.device) for n in numbers])
+
+
+def _checked_room(count: torch.Tensor, received: int) -> int:
+    """`received`; an error, on a GPU of the device, if other than so many rows come."""
+    told = f"{received} rows come to this rank, as its graph was told, but not by their ids: both "
+    told += "must be made of the same counts"
+    if not on_cpu(count):
+        torch._assert_async(count == received, told)
+    elif int(count) != received:
+        raise ValueError(told)
+    return received
 
 
 def _rows_of_room(counted: list[torch.Tensor], bound: int, capacity: int | None, mine: int) -> int:
