@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -48,9 +48,10 @@ class EngineTimes:
     """One problem on one domain: a rank's matmul is (M, K) @ (K, N). Times in us.
 
     Attributes:
-        fused: the figures of the fused kernel's timeline, as `Timeline.summary` names them.
+        fused: the figures of the fused kernel's timeline, as `Timeline.summary` names them; empty
+            if it has yet to run by today's rates.
         engines: makespan of each engine.
-        slower_stores: the fused kernel where a core stores at `SLOW_GBS` over links.
+        slower_stores: the fused kernel where a program moves `SLOW_GBS`.
         auto: what the cost model takes.
     """
 
@@ -111,16 +112,23 @@ def engine_times(
     ranks: int,
     machines: Sequence[Hardware],
     say: Callable[[str], None],
+    kept: Mapping[tuple[Any, ...], EngineTimes] | None = None,
 ) -> list[EngineTimes]:
-    """The row of one problem on each of some machines with the same chip."""
+    """The row of one problem on each of some machines with the same chip.
+
+    Args:
+        kept: rows by key; where these have the other engines' times, only the fused kernel runs.
+    """
     _, N, K = rank_problem(op, model, M, ranks)
     timelines = {}
-    for engine in _ENGINES:
+    had = [(kept or {}).get((hardware.name, op, model, ranks, M)) for hardware in machines]
+    for engine in _ENGINES[:1] if all(row and row.engines for row in had) else _ENGINES:
         say(f"{op} {model} M={M} {engine}")
         timelines[engine] = timeline_of(op, M, N, K, ranks, machines[0], engine)
     rows = []
-    for hardware in machines:
+    for hardware, row in zip(machines, had, strict=True):
         played = {engine: timeline.on(hardware) for engine, timeline in timelines.items()}
+        engines = row.engines if row else {}
         rows.append(
             EngineTimes(
                 hardware.name,
@@ -131,7 +139,7 @@ def engine_times(
                 N,
                 K,
                 fused=played["triton"].summary(),
-                engines={engine: timeline.makespan_us for engine, timeline in played.items()},
+                engines=engines | {name: each.makespan_us for name, each in played.items()},
                 slower_stores=_with_stores(timelines["triton"], hardware, SLOW_GBS),
                 auto=auto_engine(op, M, N, K, ranks, hardware),
             )
@@ -142,7 +150,8 @@ def engine_times(
 def others_measured(rows: Sequence[EngineTimes]) -> list[scaling_tables.Measured]:
     """What others have published of the page's problems on H100s, beside the model.
 
-    A fused kernel stands beside the page's own, in virtual time, where the chip is the same.
+    A fused kernel stands beside the page's own, in virtual time, where that has run and the chip is
+    the same.
     """
     ours: dict[tuple[str | int, ...], EngineTimes] = {
         (row.op, row.M, row.N, row.K): row for row in rows if row.hardware == H100.name
@@ -158,16 +167,17 @@ def others_measured(rows: Sequence[EngineTimes]) -> list[scaling_tables.Measured
         if row is None or published.ranks != row.ranks:
             continue
         us = made.predicted
-        if made.kind == "fused" and "500" not in published.gpu:
+        if made.kind == "fused" and "500" not in published.gpu and row.fused:
             us = row.engines["triton"]
         found.append(scaling_tables.Measured(published, row.model, us, str(made.kind)))
     return found
 
 
-# What a core stores over a link, in GB/s: what the model assumes, and less. 12 were measured of one
-# block of 128 threads (https://github.com/tile-ai/tilescale), of many at once nothing is known.
-CORE_LINK_GBS = (112, 50, 25, 12)
-SLOW_GBS = 25  # of the tables' column
+# What a program moves, in GB/s: what its core could, what the model takes from an H200 (see
+# `weft.collectives.prices.hardware`), less, and what was measured of one block of 128 threads that
+# stores over a link (https://github.com/tile-ai/tilescale).
+PROGRAM_GBS = (112, 40, 25, 12)
+SLOW_GBS = 12  # of the tables' column
 _STORES = (
     ("all_gather_matmul", "Llama-3 8B", 2048),
     ("matmul_reduce_scatter", "Llama-3 8B", 2048),
@@ -177,19 +187,19 @@ _STORES = (
 
 
 def by_stores() -> list[dict[str, Any]]:
-    """Some of the page's problems on H100s whose cores reach their peers more slowly, in us."""
+    """Some of the page's problems on H100s whose programs move more slowly, in us."""
     rows = []
     for op, model, M in _STORES:
-        _print_progress(f"{op} {model} M={M}, cores that store more slowly")
+        _print_progress(f"{op} {model} M={M}, programs that move more slowly")
         timeline = timeline_of(op, *rank_problem(op, model, M, 8), 8, H100, "triton")
-        us = {str(rate): _with_stores(timeline, H100, rate) for rate in CORE_LINK_GBS}
+        us = {str(rate): _with_stores(timeline, H100, rate) for rate in PROGRAM_GBS}
         rows.append({"op": op, "model": model, "M": M, "us": us})
     return rows
 
 
 def _with_stores(timeline: Timeline, hardware: Hardware, rate: float) -> float:
-    """Its makespan where a core stores at `rate` GB/s over links."""
-    return timeline.on(replace(hardware, core_link_bandwidth=rate * 1e9)).makespan_us
+    """Its makespan where a program moves `rate` GB/s."""
+    return timeline.on(replace(hardware, program_bandwidth=rate * 1e9)).makespan_us
 
 
 def read_times(path: Path) -> list[EngineTimes]:
@@ -225,12 +235,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--page", type=Path, help="write the tables into this Markdown file, the picture beside it"
     )
     parser.add_argument(
-        "--stores", action="store_true", help="try slower stores to peers, and keep that as well"
+        "--stores", action="store_true", help="try slower programs, and keep that as well"
     )
     parser.add_argument(
         "--layer", type=Path, metavar="PICTURE", help="draw the page's layer over time, no rows"
     )
     parser.add_argument("--no-run", action="store_true", help="only from rows that are kept")
+    parser.add_argument(
+        "--again", action="store_true", help="first forget what the fused kernels of all rows took"
+    )
     args = parser.parse_args(argv)
     machines = [named(name) for name in args.hardware.split(",")]
     if args.layer:
@@ -239,14 +252,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         layer.save_plot(args.layer, ranks=(0,))
         return 0
     kept = {row.key: row for row in read_times(args.keep)}
+    for row in kept.values() if args.again else ():
+        row.fused = {}
     given = args.rows and tuple(map(int, args.rows.split(",")))
     wanted = [(M, op) for op in args.ops.split(",") for M in given or OPS[op]]
     for M, op in sorted(wanted):
         for model in args.models.split(","):
-            missing = [m for m in machines if (m.name, op, model, args.ranks, M) not in kept]
-            if args.no_run or not missing:
+            keys = {(m.name, op, model, args.ranks, M): m for m in machines}
+            run = [m for key, m in keys.items() if key not in kept or not kept[key].fused]
+            if args.no_run or not run:
                 continue
-            for row in engine_times(op, model, M, args.ranks, missing, _print_progress):
+            for row in engine_times(op, model, M, args.ranks, run, _print_progress, kept):
                 kept[row.key] = row
             write_times(args.keep, kept.values())
     stores = args.keep.with_name("slower_stores.json")
@@ -256,7 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.page:
         slower = json.loads(stores.read_text()) if stores.exists() else []
         scaling_tables.write_tables(args.page, rows, slower, others_measured(rows))
-        pictured = [row for row in rows if row.hardware == machines[0].name]
+        pictured = [row for row in rows if row.hardware == machines[0].name and row.fused]
         scaling_plot.draw_scaling(pictured, args.page.with_suffix(".svg"))
     else:
         print(scaling_tables.tables_by_hardware(rows))

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def tables_by_hardware(rows: Sequence[EngineTimes]) -> str:
-    """A table for each op and hardware, as Markdown."""
-    parts = []
+    """A table for each op and hardware, as Markdown, of rows whose fused kernel has run."""
+    parts, rows = [], [row for row in rows if row.fused]
     for op, hardware in dict.fromkeys((row.op, row.hardware) for row in rows):
         mine = [row for row in rows if (row.op, row.hardware) == (op, hardware)]
         parts += [
@@ -79,7 +79,7 @@ def overlap_table(rows: Sequence[EngineTimes]) -> str:
     """What is hidden of communication on 8 H100 from M = 2048 on, beside what is wanted."""
     wanted = [
         row for row in rows
-        if (row.hardware, row.ranks) == ("H100", 8) and row.M >= _LARGE_ROWS
+        if (row.hardware, row.ranks) == ("H100", 8) and row.M >= _LARGE_ROWS and row.fused
         and row.model != "Qwen2-72B" and row.op != "matmul_all_reduce"
     ]  # fmt: skip
     lines = [_overlap_line(row) for row in wanted]

@@ -21,6 +21,8 @@ Sources
             exponentials or the like in a clock, or 128 (8.0: 64) results of fp32 arithmetic
   [CDNA3]   AMD's CDNA 3 instruction set: transcendentals at a quarter of the rate of others, which
             the data sheet's fp32 counts in pairs
+  [gpu]     docs/gpu.md, one H200: of a matmul_reduce_scatter 2048 x 8192 x 28672 as one rank of 8,
+            16, 33, 66 and all 132 programs that send at a time
   [Hopper]  Luo et al., arXiv 2402.13499: an L2 hit about 260 cycles, memory about 480
 """
 
@@ -53,8 +55,10 @@ class Hardware:
         hbm_bandwidth: bytes a second, reads and writes together.
         l2_bytes, l2_bandwidth: the last cache before HBM.
         core_bandwidth: bytes a second that one core can move.
-        core_link_bandwidth: of these, to peers and from them. No measurement of many cores at once
-            is known: `docs/scaling.md` tells what would change.
+        program_bandwidth: of these, by a program that stores, or loads what no dots hide: measured
+            on an H200 ([gpu]), in its own memory; assumed of NVIDIA's others and over links, left
+            out of AMD's. `docs/scaling.md` tells what would change.
+        wait_us: from a word's arrival until a program that waits for it goes on: [gpu], likewise.
         link_bandwidth: bytes a second and direction: of a chip's port on the switch, or of each of
             its links to a peer in a mesh.
         link_sustained: share of `link_bandwidth` that long transfers reach.
@@ -100,7 +104,8 @@ class Hardware:
     multicast: bool = True
     link_reached: float = 1.0
     rail_bandwidth: float = 50e9
-    core_link_bandwidth: float = math.inf
+    program_bandwidth: float = math.inf
+    wait_us: float = 0.0
     ahead_us: float = 1.2
     specials: float = 1 / 8
 
@@ -209,6 +214,8 @@ H100 = Hardware(
     hbm_latency_us=0.3,
     link_latency_us=0.7,
     launch_us=2.0,
+    program_bandwidth=40e9,
+    wait_us=2.0,
 )
 
 # [H200]: the H100's chip with more and faster memory; [MAMF] has the same rate for it.

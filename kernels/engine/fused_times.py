@@ -2,7 +2,8 @@
 
     longer + share * shorter + tiles * tile + fills * fill + launch + exchanges * latency
 
-of the matmul's tiles in whole waves and the bytes on a link. The constants are those of a way to
+of the matmul's tiles in whole waves, each stored by its program, and the bytes on a link; what a
+program adds up is a part of its matmul's half. The constants are those of a way to
 launch (`_WAYS`), not of a chip or a shape, and fitted to virtual time on 8 H100, `docs/scaling.md`;
 `tests/sim/test_closed_forms.py` holds them against these, and against other ranks and chips.
 
@@ -28,6 +29,7 @@ from weft.kernels.engine.chips import (
     gathers_by_copy_engines,
     known,
     scatters_in_one_shot,
+    senders_for,
     sum_tiling_for,
     sums_in_one_shot,
 )
@@ -38,7 +40,8 @@ TRITON_RATE = 0.95
 # Bytes of a partial sum and of a whole one, in half precision: `weft.kernels.device.partial_sums`.
 _PARTIAL, _WHOLE = 3, 2
 _MOST_SPLIT = 8  # `weft.kernels.device.splits`
-# `weft.kernels.matmul.copy_engines`: streams, and what each fetches first; a program's block.
+# `weft.kernels.matmul.copy_engines`: streams on a switch, and what each fetches first; a program's
+# block.
 _STREAMS, _FIRST_COPY, _BLOCK = 3, 4 << 20, 64 << 10
 
 
@@ -60,12 +63,12 @@ class _Transport:
 
 
 _WAYS = {
-    "copy programs": _Transport(0.25, 0.4, 0.0, 4.2),
-    "copy engines": _Transport(0.08, 0.0, 1.0, 5.0),  # the first copies
-    "chunks": _Transport(0.16, 0.0, 0.9, 8.0),  # a tile of each program, which take turns
+    "copy programs": _Transport(0.43, 0.63, 0.0, 5.0),
+    "copy engines": _Transport(0.0, 0.0, 0.75, 4.0),  # the first copies
+    "chunks": _Transport(0.22, 0.1, 0.46, 6.5),  # a tile of each program, which take turns
     "one shot": _Transport(0.56, 0.24, 0.0, 2.8),
-    "two shots": _Transport(1.4, 0.1, 0.0, 4.0),  # all ranks played, 16 to 64 rows
-    "by the switch": _Transport(1.4, 0.1, 0.0, 4.0),  # as two shots: virtual time has no switch
+    "two shots": _Transport(1.4, 0.1, 0.0, 3.2),  # all ranks played, 64 rows
+    "by the switch": _Transport(1.4, 0.1, 0.0, 3.2),  # as two shots: virtual time has no switch
 }
 
 
@@ -160,22 +163,39 @@ def fused_time(
         fabric = hardware.fabric(ranks)
         link = switch_us("all_reduce", M * N * most, fabric, in_graph=True) - KERNEL_US
     latency, fill = hardware.hbm_latency_us + 2 * hardware.link_latency_us, 0.0
+    alone = min(hardware.program_bandwidth, hardware.core_bandwidth) / 1e6  # a program's bytes a us
+    partial_size, whole_size = (4, 4) if dtype == "float32" else (_PARTIAL, _WHOLE)
+    if wire is not None:
+        partial_size = wire.itemsize
+    rounds = waves if split == 1 else float(-(-count // wave))
+    owned, live = -(-count // (ranks * wave)), min(rows, max(M, 1)) * columns
+    stored, summed = _moved_alone(op, way, live, rounds, owned, ranks, partial_size, whole_size)
+    moves = (rounds * stored + summed) / alone
     if op == "all_gather_matmul":
         at_once = min(_STREAMS, ranks - 1)
         if hardware.topology == "mesh":  # of whose links those of few peers are busy
+            at_once = ranks - 1 if way == "copy engines" else at_once
             peer = port / max(ranks - 1, 1)
             link = M * K * of.itemsize / ranks * -(-(ranks - 1) // max(at_once, 1)) / peer
             port = at_once * peer
+        # Before, each 16 rows of the own shard are published by a program, block after block.
+        shown = min(-(-M // ranks), 16) * K * of.itemsize * -(-M // (16 * ranks * hardware.cores))
+        parts += (shown + _BLOCK) / alone
         if way == "copy engines":
             fill = _FIRST_COPY * at_once / port
         else:  # a block after the other
             programs = max(1, hardware.cores // 8)
             blocks = sent_bytes(op, M, N, K, dtype, ranks) / _BLOCK / programs
-            link = max(link, blocks * (latency + 2 * _BLOCK / (hardware.core_bandwidth / 1e6)))
+            # One is loaded while one is stored: two of each take a load's latency and both.
+            link = max(link, blocks * max(_BLOCK / alone, latency / 2 + _BLOCK / alone))
     elif way == "chunks":
         sent = link * port / max(M * N, 1)  # bytes of a partial sum, but for what stays
         fill = min(count, wave) * rows * columns * sent / port
+        line = min(count, wave) / senders_for(chip)  # each sends, and hands over
+        fill = max(fill, line * (stored / alone + hardware.wait_us + hardware.l2_latency_us))
+    latency += hardware.wait_us
     cost = _WAYS[way]
+    matmul += moves
     us = max(matmul, link) + cost.shorter * min(matmul, link)
     us += cost.tiles * tile + cost.fills * fill
     us += parts + hardware.launch_us + cost.exchanges * latency
@@ -191,6 +211,29 @@ def adds_by_switch(sent: float, shown: float, fabric: Fabric) -> bool:
         return False
     switched = switch_us("all_reduce", max(sent, shown), fabric, in_graph=True)
     return switched < two_shot_us((sent + shown) / 2, fabric, in_graph=True)
+
+
+def _moved_alone(
+    op: str, way: str, tile: int, rounds: float, owned: int, ranks: int, partial: float, whole: int
+) -> tuple[float, float]:
+    """Bytes that the busiest program stores of each of its `rounds` tiles; and all that it loads
+    and stores to add up, where no dots hide it.
+
+    Args:
+        tile: elements of one, without rows that pad it.
+        owned: tiles that it adds up, where each has one owner.
+        partial, whole: bytes of a partial sum and of a whole one.
+    """
+    if op == "all_gather_matmul":
+        return tile * whole, 0.0
+    if way == "one shot":
+        parts = ranks if op == "matmul_all_reduce" else 1  # that every rank gets, or its owner
+        return parts * tile * partial, rounds * tile * parts / ranks * (ranks * partial + whole)
+    if way == "chunks":
+        return tile * partial, owned * tile * (ranks * partial + whole)
+    added, shown = (1, 1) if way == "by the switch" else (ranks, ranks)
+    sums = owned * tile * (added * partial + shown * whole)
+    return tile * partial, sums + rounds * tile * 2 * whole  # and a copy of each finished one
 
 
 def _parts_us(hardware: Hardware, nbytes: int, count: int, split: int) -> float:

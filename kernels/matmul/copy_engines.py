@@ -6,9 +6,10 @@
     side stream 2       | ...
 
 The chunks of all shards, the next rank's first, are dealt to the side streams in turn: they arrive
-in the order in which tiles want them, and some streams copy while another announces. In a graph a
-stream waits for each peer before its first chunk; the host that enqueues each call has it wait for
-all of its peers at once, as each launch takes it longer than the link takes for a MiB.
+in the order in which tiles want them, and some streams copy while another announces. On AMD's
+chips, which have a link to each peer, there is a stream for each, so that all links are busy. In a
+graph a stream waits for each peer before its first chunk; the host that enqueues each call has it
+wait for all of its peers at once, as each launch takes it longer than the link takes for a MiB.
 
 All is enqueued before the consumer. If that came first, it would wait for what the host has yet to
 enqueue: whatever holds up the host until the device is idle, such as a module that is loaded or
@@ -55,9 +56,15 @@ from weft.collectives.ranks import pad
 from weft.kernels.device import gathers
 from weft.kernels.device.copies import copied_by_engine
 from weft.kernels.device.operands import scales_of
+from weft.kernels.engine.chips import Chip, chip_of
 from weft.kernels.engine.shards import SideStreams
 
-STREAMS = 3
+STREAMS = 3  # on a switch
+
+
+def streams_for(chip: Chip, world_size: int) -> int:
+    """In how many streams shards are fetched: on AMD's chips one for each peer."""
+    return max(1, world_size - 1) if chip.is_amd else STREAMS
 
 
 def stream_write(words: torch.Tensor, at: int, value: int) -> None:
@@ -114,13 +121,14 @@ class _Copy(NamedTuple):
 
 
 def _copies(
-    rank: int, sizes: Sequence[int], chunk_rows: int, at_once: bool
+    rank: int, sizes: Sequence[int], chunk_rows: int, at_once: bool, chip: Chip
 ) -> tuple[list[list[_Copy]], list[int], int]:
     """The copies of each stream, in order; the rows of each part of the gathered matrix; and which
     part are the rank's own rows.
 
     Args:
         at_once: whether a stream waits for all of its peers before its first copy.
+        chip: whose streams they are.
 
     Example:
         rank 0 of 2, shards of 4 rows, 3 a chunk: parts of 4, 3 and 1 rows, of which the own one is
@@ -136,10 +144,14 @@ def _copies(
         for step in range(1, W)
         for chunk, row in enumerate(range(0, sizes[(rank + step) % W], chunk_rows))
     ]
-    streams = []
-    for dealt in (chunks[number::STREAMS] for number in range(STREAMS)):
+    streams, count = [], streams_for(chip, W)
+    if chip.is_amd:
+        deals = [[each for each in chunks if each[0] == number + 1] for number in range(count)]
+    else:
+        deals = [chunks[number::count] for number in range(count)]
+    for dealt in deals:
         copies, steps = list[_Copy](), sorted({step for step, _, _ in dealt})
-        stride = STREAMS if steps == [*range(steps[0] if steps else 0, W, STREAMS)] else 1
+        stride = count if steps == [*range(steps[0] if steps else 0, W, count)] else 1
         for i, (step, chunk, row) in enumerate(dealt):
             hold = None
             if at_once:
@@ -162,6 +174,9 @@ class Fetching:
         chunk_rows: rows that are copied and announced together.
         scales_at: see `weft.kernels.device.gathers`; None: the rows have no scales.
         eager: whether the host enqueues each call anew.
+
+    Attributes:
+        streams: beside the consumer's, in which it copies.
     """
 
     def __init__(
@@ -179,11 +194,14 @@ class Fetching:
         self._ws: Workspace = proxy(ws)  # which keeps us with its launches
         self._scales_at = scales_at
         self._kept: dict[Hashable, Callable[[], object]] | None = None
+        pads = ws.buffer.pad_of(ws.rank)
         # Of 32 bits, the lower half of each word of the pad first; None: cannot be written so.
         self._words: torch.Tensor | None = None
         if eager and torch.version.hip is None:
-            self._words = ws.buffer.pad_of(ws.rank).view(torch.uint32)
-        streams, self._parts, self._own = _copies(ws.rank, sizes, chunk_rows, eager)
+            self._words = pads.view(torch.uint32)
+        dealt = _copies(ws.rank, sizes, chunk_rows, eager, chip_of(pads.device))
+        streams, self._parts, self._own = dealt
+        self.streams = len(streams)
         chunks = -(-max(sizes) // chunk_rows)
         self._chunks = 1 << max(0, chunks - 1).bit_length()
         self._streams = [

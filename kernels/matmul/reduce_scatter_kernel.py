@@ -67,7 +67,13 @@ from weft.kernels.device import partial_sums, summed_tiles, tiles, turns
 from weft.kernels.device.partial_sums import wire_of
 from weft.kernels.device.summed_tiles import Products, SumConfig, slot_bytes, tile_count
 from weft.kernels.engine import tuning
-from weft.kernels.engine.chips import Chip, chip_of, chunk_tiling_for, scatters_in_one_shot
+from weft.kernels.engine.chips import (
+    Chip,
+    chip_of,
+    chunk_tiling_for,
+    scatters_in_one_shot,
+    senders_for,
+)
 from weft.kernels.engine.fp8 import Scaling
 from weft.kernels.matmul import one_shot_kernel
 
@@ -94,11 +100,7 @@ def reduce_scatter_config(
         programs=max(1, min(chip.programs, world_size * tile_count(chunk, N, tiling))),
         reduce_m=min(16, tiling.block_m),
         descriptors=chip.descriptors and dtype != torch.float32,
-        # A turn of a tile of 98 KB takes 6 us on an H200 until the next program follows: 16 GB/s a
-        # sender, so that 33 fill a link of 450 GB/s. There one rank of 8, without the link, takes
-        # 271, 214, 208 and 202 us for the way down of a 70B layer at M = 2048 with 16, 33, 66 and
-        # all 132 senders; in virtual time, with the link, 109, 102 and 101 us for 8B (16, 33, 66).
-        senders=max(1, chip.cores // 4),
+        senders=senders_for(chip),
     )
 
 

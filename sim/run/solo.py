@@ -371,7 +371,7 @@ def copied_first(then: Callable[[], object] = lambda: None) -> Iterator[None]:
     def before(fetching: copy_engines.Fetching, gathered: torch.Tensor, *more: Any) -> None:
         start(fetching, gathered, *more)
         if gathered.is_cuda:
-            for number in range(copy_engines.STREAMS):
+            for number in range(fetching.streams):
                 beside = copy_stream(gathered.device, number)
                 torch.cuda.current_stream(gathered.device).wait_stream(beside)
         then()

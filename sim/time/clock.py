@@ -223,11 +223,11 @@ class Clock:
         self._hw, self._trace = hardware, trace
         self._calendar = calendar = Calendar()
         limit = hardware.core_bandwidth / 1e6
+        # Of a core's rate, where no dots hide what a program moves.
+        self._plainly = min(1.0, hardware.program_bandwidth / hardware.core_bandwidth)
         ranks = range(len(trace.streams))
 
-        link_limit = min(limit, hardware.core_link_bandwidth / 1e6)
-
-        def resource(bandwidth: float, limit: float = limit) -> Resource:
+        def resource(bandwidth: float) -> Resource:
             return Resource(calendar, bandwidth / 1e6, limit)
 
         link = hardware.link_bandwidth * hardware.link_sustained
@@ -236,7 +236,7 @@ class Clock:
             _Chip(
                 resource(hardware.hbm_bandwidth),
                 resource(hardware.l2_bandwidth),
-                {end: resource(link, link_limit) for end in ends},
+                {end: resource(link) for end in ends},
             )
             for _ in ranks
         ]
@@ -401,7 +401,7 @@ class Clock:
                 yield stored
                 stored = Join(1)
                 for part in _parts_of(event, islice(events, number + 1, None)):
-                    yield calendar.now + part.nbytes / per_core
+                    yield calendar.now + part.nbytes / per_core / self._plainly
                     there = Join(1)
                     self._store(rank, part.owner, part.nbytes, 1, there)
                     for address, version in part.flags:
@@ -418,7 +418,7 @@ class Clock:
                 continue
             elif isinstance(event, Wait):
                 yield from self._arrivals(event)
-                yield calendar.now + hardware.l2_latency_us
+                yield calendar.now + hardware.l2_latency_us + hardware.wait_us
                 kind, peer = "waiting", self._last_to_come(event)
             else:
                 relaxed = isinstance(event, Signal) and not event.release
@@ -469,8 +469,9 @@ class Clock:
             flow = owner, hit, position if work.turns else 0
             sizes[flow] = sizes.get(flow, 0) + size
         for (owner, hit, _), size in sizes.items():
-            # Loads that no dots hide are at most as fast together as their core.
-            self._load(rank, owner, hit, size, 1 if work.turns else size / total, join)
+            # Loads that no dots hide are together at most as fast as their program moves.
+            weight = 1.0 if work.turns else self._plainly * size / total
+            self._load(rank, owner, hit, size, weight, join)
         return latency
 
     def _load(

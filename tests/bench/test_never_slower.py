@@ -13,7 +13,7 @@ from weft.collectives.prices.hardware import named
 from weft.kernels.engine import tuning
 
 # The most of the better engine's time: sums decide without K.
-LIMITS = {"h100": 1.08, "mi300x": 1.06}
+LIMITS = {"h100": 1.09, "mi300x": 1.01}
 
 
 @pytest.mark.parametrize("chip", ["h100", "mi300x"])
@@ -27,7 +27,7 @@ def test_auto_takes_the_quicker_engine(chip: str) -> None:
     assert len(slower) == 180
     assert max(slower) < LIMITS[chip]
     assert max(slower[: len(slower) // 3]) == 1  # of gathers, whose ranks tell their columns
-    assert sum(ratio > 1.05 for ratio in slower) < len(slower) // 50
+    assert sum(ratio > 1.05 for ratio in slower) <= len(slower) // 60
 
 
 def test_the_command(capsys: Any) -> None:

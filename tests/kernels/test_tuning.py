@@ -20,6 +20,7 @@ from weft.kernels.engine.chips import INTERPRETER, KNOWN, Chip, Tiling, known
 from weft.kernels.engine.tuning import Choice
 from weft.kernels.matmul import (
     all_gather_launch,
+    copy_engines,
     one_shot_kernel,
     reduce_scatter_kernel,
     two_shot_kernel,
@@ -74,6 +75,21 @@ def test_a_table_goes_before_the_heuristics_for_its_problems_alone(table: Path) 
     table.unlink()
     tuning.load.cache_clear()
     assert gather(8192)[0] != TILING
+
+
+def test_every_link_of_a_mesh_has_its_stream() -> None:
+    """Copies of 4 ranks' shards of 4 rows, 2 a chunk: on a switch dealt to three streams in turn,
+    on AMD's chips a peer's to its own; each stream waits for those that it copies from."""
+    switch, mesh = (
+        copy_engines._copies(1, [4, 4, 0, 4], 2, True, known(chip))[0]
+        for chip in ("sm_90", "gfx942")
+    )
+    peers = [[copy.peer for copy in stream] for stream in switch]
+    assert peers == [[3, 0], [3], [0]]
+    assert [[copy.peer for copy in stream] for stream in mesh] == [[], [3, 3], [0, 0]]
+    holds = [[copy.hold for copy in stream] for stream in mesh]
+    assert holds == [[], [(2, 2, 3), None], [(3, 3, 3), None]]
+    assert copy_engines.streams_for(known("gfx942"), 8) == 7
 
 
 def test_what_was_measured_goes_before_what_was_modelled(table: Path) -> None:

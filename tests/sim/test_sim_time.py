@@ -32,6 +32,7 @@ from weft.sim.time.trace import (
     Beside,
     HostOp,
     KernelLaunch,
+    ProgramEvent,
     Rejoin,
     Signal,
     Store,
@@ -301,12 +302,24 @@ def test_atomics_on_one_word_do_not_wait_for_each_others_way() -> None:
     assert made.makespan == pytest.approx(10 + 0.5 + 63 * 0.002)
 
 
-def test_a_core_may_reach_its_peers_more_slowly() -> None:
-    # 4 kB to a peer: 1 kB/us by the core, 0.25 kB/us where links are narrower for it than memory.
-    store = Store(1, 4000)
-    slow = dataclasses.replace(TOY, core_link_bandwidth=0.25e9)
-    us, slow_us = (play(trace([launch([store])], []), chip).makespan for chip in (TOY, slow))
-    assert slow_us - us == pytest.approx(16 - 4)
+def test_what_no_dots_hide_is_moved_by_a_program_at_its_own_rate() -> None:
+    # 4 kB: 1 kB/us by the core, 0.25 kB/us by a program that stores or loads, not by a main loop.
+    slow = dataclasses.replace(TOY, program_bandwidth=0.25e9)
+
+    def slower_us(event: ProgramEvent) -> float:
+        us, slow_us = (play(trace([launch([event])], []), chip).makespan for chip in (TOY, slow))
+        return slow_us - us
+
+    assert slower_us(Store(1, 4000)) == slower_us(Store(0, 4000)) == pytest.approx(16 - 4)
+    assert slower_us(work(1, 4000)) == slower_us(work(1, 4000, owner=1)) == pytest.approx(16 - 4)
+    assert slower_us(work(1, 4000, flops=1000, turns=1)) == 0.0
+
+
+def test_a_wait_takes_its_time_also_where_the_word_is_there() -> None:
+    late = dataclasses.replace(TOY, wait_us=3.0)
+    events = [Signal(8, 1, 0), Wait({8: 1}), Wait({8: 1})]
+    us, late_us = (play(trace([launch(events)]), chip).makespan for chip in (TOY, late))
+    assert late_us - us == pytest.approx(2 * 3)
 
 
 def test_presets_hold_together() -> None:
