@@ -254,7 +254,7 @@ def _all_reduce_into(
         _by_switch("all_reduce", out, x, group, call, _shares_by_switch(x, group))
         return
     if way == "triton":
-        for launch in _kernels("all_reduce", group, call, x, nbytes):
+        for launch in _kernels("all_reduce", group, call, x, nbytes, op):
             with launch as (kernels, ws, config, (start, stop)):
                 given, made = (each.view(-1)[start:stop] for each in (x, out))
                 kernels.launch_reduce(given, made, ws, None, op, config)
@@ -565,7 +565,7 @@ def _kernel_or_not(
         return "switch" if by_switch else "triton", "asked for"
     if nbytes == _UNKNOWN_BYTES:
         return instead, "shares that only the other ranks know"
-    config = kernels.collective_config(op, nbytes, group.world_size, on_gpus)
+    config = _launch_config(op, group, x, nbytes, reduce_op)
     fabric = fabric_of(group, x.device)
     way, _, why = kernels.quickest_way(op, nbytes, fabric, config, switch=switch)
     if way == "switch" and not _switch_reaches(op, group, x, nbytes):
@@ -573,8 +573,25 @@ def _kernel_or_not(
     return instead if way == "generic" else way, why
 
 
+def _launch_config(
+    op: Moved, group: Group, x: torch.Tensor, nbytes: int, reduce_op: ReduceOp | None
+) -> Any:
+    """How a kernel for `nbytes`, as `_way` has them, is launched: the same on all ranks."""
+    from weft.collectives.kernels import collective_launch as kernels
+
+    amd = torch.version.hip or (group.virtual and group.virtual.chip.startswith("gfx"))
+    sums = op == "all_reduce" and reduce_op in ("sum", "avg") and x.dtype in kernels.IN_WORDS
+    on_gpus = group.on_gpus(x.device)
+    return kernels.collective_config(op, nbytes, group.world_size, on_gpus, words=sums and not amd)
+
+
 def _kernels(
-    op: str, group: Group, call: Call, x: torch.Tensor, nbytes: int
+    op: Moved,
+    group: Group,
+    call: Call,
+    x: torch.Tensor,
+    nbytes: int,
+    reduce_op: ReduceOp | None = None,
 ) -> Iterator[AbstractContextManager[tuple[Any, ...]]]:
     """The launches of a call of `op`, to be made in turn: the kernels, a workspace, a configuration
     and the window that one moves of each rank's piece.
@@ -582,12 +599,12 @@ def _kernels(
     from weft.collectives.kernels import collective_launch as kernels
 
     W = group.world_size
-    config = kernels.collective_config(op, nbytes, W, group.on_gpus(x.device))
+    config = _launch_config(op, group, x, nbytes, reduce_op)
     size = x.element_size()
     windows = kernels.windows(nbytes // size, size, W, config) or [(0, 0)]
     widest = max(stop - start for start, stop in windows) * size
     room = kernels.workspace_bytes(widest, W, config)
-    ws = workspace(group, room, channel="kernels", device=x.device)
+    ws = workspace(group, room, channel=config.channel, device=x.device)
 
     @contextmanager
     def launch(window: tuple[int, int]) -> Iterator[tuple[Any, ...]]:

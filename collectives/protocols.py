@@ -86,6 +86,8 @@ KERNEL_US = 7.2
 HOST_US = 6.2
 KERNEL_SHARE = 0.56  # of a port, of loads and stores by all SMs. [fit]
 SECOND_SHOT_US = 1.5  # signals cross the links once more, of two shots. [fit]
+# What a crossing takes less where no store is waited for: both ways over a link, in virtual time.
+ACKNOWLEDGED_US = 1.4
 # Of multimem instructions. A rank's port carries the array once in a reduce-scatter or an
 # all-gather, and in an all-reduce once each way, in turn for each element. [fit]
 SWITCH_SHARE = {"all_gather": 0.81, "reduce_scatter": 0.81, "all_reduce": 0.6}
@@ -144,8 +146,22 @@ def two_shot_us(nbytes: float, fabric: Fabric, *, in_graph: bool) -> float:
     return _kernel_us(in_graph) + SECOND_SHOT_US + wire / rate
 
 
-def kernel_us(op: Collective, nbytes: float, fabric: Fabric, *, two_shot: bool = False) -> float:
-    """One of weft's kernels, behind other work: a piece comes from every peer, as in one shot."""
+def kernel_us(
+    op: Collective,
+    nbytes: float,
+    fabric: Fabric,
+    *,
+    two_shot: bool = False,
+    by_words: bool = False,
+) -> float:
+    """One of weft's kernels, behind other work: a piece comes from every peer, as in one shot.
+
+    Args:
+        by_words: of an all_reduce, whether words carry their flags: twice the bytes.
+    """
+    if by_words:
+        signalled = kernel_us(op, 2 * nbytes, fabric, two_shot=two_shot)
+        return signalled - ACKNOWLEDGED_US * (1 + two_shot)
     if op == "all_reduce" and two_shot:
         return two_shot_us(nbytes, fabric, in_graph=True)
     piece = nbytes if op == "all_reduce" else nbytes / fabric.ranks

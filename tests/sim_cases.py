@@ -238,9 +238,9 @@ def exchanged(rank: int, ours: Modules = OURS) -> None:
         torch.testing.assert_close(out, torch.cat([xs[r].split(table[r])[rank] for r in range(W)]))
 
 
-def reduced(rank: int, ours: Modules, two_shot: bool) -> None:
+def reduced(rank: int, ours: Modules, two_shot: bool, by_words: bool = False) -> None:
     W, op, count = resolve(None).world_size, ours.collective, 37
-    config = op.CollectiveConfig(block_bytes=16, programs=2, num_warps=4, two_shot=two_shot)
+    config = op.CollectiveConfig(16, 2, 4, two_shot, by_words=by_words)
     ws = workspace(None, op.workspace_bytes(4 * count, W, config), channel="reduced")
     whole = torch.arange(float(count))
     for call in range(CALLS):
@@ -248,7 +248,7 @@ def reduced(rank: int, ours: Modules, two_shot: bool) -> None:
         total = whole * (W * (W + 1) // 2) + W * call
         op.launch_reduce(x, x, ws, None, "sum", config)
         torch.testing.assert_close(x, total)
-        if not two_shot:
+        if not two_shot and not by_words:
             sizes = [count - 3 * (W - 1), *[3] * (W - 1)]
             out = torch.full((sizes[rank],), -1.0)
             op.launch_reduce(whole + rank, out, ws, sizes, "max", config)
@@ -261,6 +261,14 @@ def reduced_in_one_shot(rank: int, ours: Modules = OURS) -> None:
 
 def reduced_in_two_shots(rank: int, ours: Modules = OURS) -> None:
     reduced(rank, ours, True)
+
+
+def reduced_by_words_in_one_shot(rank: int, ours: Modules = OURS) -> None:
+    reduced(rank, ours, False, by_words=True)
+
+
+def reduced_by_words(rank: int, ours: Modules = OURS) -> None:
+    reduced(rank, ours, True, by_words=True)
 
 
 def switched(rank: int, ours: Modules = OURS) -> None:
@@ -509,6 +517,29 @@ def normed_by_words(rank: int, ours: Modules = OURS) -> None:
     normed(rank, ours, False, flagged=True)
 
 
+def decode_step(rank: int, ours: Modules = OURS) -> None:
+    """Norms, sums by words and matmuls in turn: ranks are in calls of two ops at the same time."""
+    xs, weight, kept, share, ws, config = of_norms(ours, True, "step's norm", flagged=True)
+    (W, (T, H)), w = (len(xs), kept.shape), matrix(5, 20, 99)
+    for_sums = ours.collective.CollectiveConfig(32, 2, 4, False, by_words=True)
+    nbytes = ours.collective.workspace_bytes(4 * T * H, W, for_sums)
+    sums = workspace(None, nbytes, channel="step's sums")
+    tiles = ours.one_shot.one_shot_config(T, H, torch.float32, INTERPRETER)
+    nbytes = ours.one_shot.workspace_bytes(T, H, wire_of(torch.float32), W, tiles)
+    products = workspace(None, nbytes, channel="step's products")
+    for call in range(CALLS):
+        _, h = ours.norm.launch_sum_rms_norm(
+            xs[rank] + call, ws, share, weight=weight, residual=kept, eps=1e-3, whole=True,
+            config=config,
+        )  # fmt: skip
+        total = sum(xs) + W * call + kept
+        torch.testing.assert_close(h, total)
+        ours.collective.launch_reduce(h, h, sums, None, "avg", for_sums)
+        torch.testing.assert_close(h, total)
+        y = ours.reduce.launch_matmul_all_reduce(h[:, :5] * (rank + 1), w, products, config=tiles)
+        torch.testing.assert_close(y, total[:, :5] @ w * (W * (W + 1) / 2), rtol=1e-4, atol=1e-3)
+
+
 def normed_in_one_shot(rank: int, ours: Modules = OURS) -> None:
     normed(rank, ours, True)
 
@@ -713,6 +744,9 @@ FLAGGED: dict[str, Callable[..., None]] = {
     "norm of whole sums by words, one shot": normed_whole_by_words_in_one_shot,
     "norm of whole sums by words, two shots": normed_whole_by_words,
     "norm of sums by words, two shots": normed_by_words,
+    "all-reduce by words, one shot": reduced_by_words_in_one_shot,
+    "all-reduce by words, two shots": reduced_by_words,
+    "calls of a decode step in turn": decode_step,
 }
 
 COLLECTIVES: dict[str, Callable[..., None]] = {

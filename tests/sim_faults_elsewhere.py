@@ -27,7 +27,7 @@ from sim_faults import (
 
 from weft.collectives import movement
 from weft.collectives.device import flagged
-from weft.collectives.kernels import kernel_collectives, multimem, pieces, pull
+from weft.collectives.kernels import flagged_reduce, kernel_collectives, multimem, pieces, pull
 from weft.collectives.memory import direct
 from weft.kernels.expert_kernels import (
     combine_kernel,
@@ -400,7 +400,8 @@ IN_NORMS = [
     ),
 ]
 
-BY_WORDS = tuple(FLAGGED)[1:2]  # the others share its parts
+BY_WORDS = tuple(FLAGGED)[1:2]  # the other norms share its parts
+SUMS_BY_WORDS = tuple(FLAGGED)[3:5]
 
 IN_FLAGGED = [
     fault(
@@ -478,6 +479,46 @@ IN_FLAGGED = [
         "tl.cast(call.rest + call.T - 1, tl.int64) * ROW",
         BY_WORDS,
         (RACE, AssertionError, DEADLOCK),
+    ),
+    fault(
+        "sums of words use one half in all calls",
+        flagged_reduce,
+        "half = signals.half_ptr(link.buffer_ptrs, owner, generation, link.half_bytes, tl.int64)",
+        "half = signals.half_ptr(link.buffer_ptrs, owner, 0, link.half_bytes, tl.int64)",
+        SUMS_BY_WORDS,
+        (RACE, DEADLOCK),
+    ),
+    fault(
+        "sums shown lie where terms do",
+        flagged_reduce,
+        "shown = W * share",
+        "shown = share",
+        SUMS_BY_WORDS[1:],
+        (RACE, AssertionError, DEADLOCK),
+    ),
+    fault(
+        "a sum is shown to all but its own rank",
+        flagged_reduce,
+        "flagged.store_flagged(places, finals, generation, lanes < W)",
+        "flagged.store_flagged(places, finals, generation, lanes < W - 1)",
+        SUMS_BY_WORDS[1:],
+        DEADLOCK,
+    ),
+    fault(
+        "sums are waited for that no rank has",
+        flagged_reduce,
+        "there = tl.where(numbers < blocks, numbers, i)",
+        "there = numbers",
+        SUMS_BY_WORDS[1:],
+        (BOUNDS, DEADLOCK),
+    ),
+    fault(
+        "sums are taken before they have their flag",
+        flagged,
+        "        late = greatest_of(tl.where(missing,",
+        "        late = -1 + 0 * greatest_of(tl.where(missing,",
+        SUMS_BY_WORDS[1:],
+        AssertionError,
     ),
 ]
 

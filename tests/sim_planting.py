@@ -32,7 +32,7 @@ from sim_faults_elsewhere import (
 from weft import sim
 from weft.collectives import movement
 from weft.collectives.device import addresses, failures, flagged, signals, waits
-from weft.collectives.kernels import kernel_collectives, multimem, pieces
+from weft.collectives.kernels import flagged_reduce, kernel_collectives, multimem, pieces
 from weft.kernels.device import (
     copies,
     flattened,
@@ -79,6 +79,7 @@ PARTS = (
     waits,
     signals,
     flagged,
+    flagged_reduce,
     pieces,
     kernel_collectives,
     multimem,

@@ -183,3 +183,26 @@ def sum_flagged(own_pad, ptr, stride, generation, timeout_ns, rank, dtype: tl.co
     if late >= 0:
         record_timeout(own_pad, rank, late, generation)
     return tl.reshape(total, (COUNT,)), late < 0
+
+
+@triton.jit
+def take_flagged(own_pad, ptrs, sources, generation, timeout_ns, rank, dtype: tl.constexpr,
+                 COUNT: tl.constexpr):  # fmt: skip
+    """Rows of COUNT values (R, COUNT) that ranks `sources` (R,), which wait for others' themselves,
+    have stored at each of `ptrs`. False with them if a rank did not come: recorded.
+    """
+    R: tl.constexpr = ptrs.shape[0]
+    HALF: tl.constexpr = COUNT * dtype.primitive_bitwidth // 64
+    left = patience(timeout_ns, "gpu")
+    began, polls = left - left, 0
+    values, late = tl.zeros((R, COUNT), dtype), tl.cast(0, tl.int32)
+    while (late >= 0) & (left > 0):
+        values, missing = load_flagged(ptrs, generation, dtype, COUNT)
+        late = greatest_of(tl.where(missing, tl.broadcast_to(sources[:, None], (R, HALF)), -1))
+        if late >= 0:
+            began, left, polls = still_waits(
+                own_pad, ptrs, generation, timeout_ns, began, left, polls, "gpu"
+            )
+    if late >= 0:
+        record_timeout(own_pad, rank, late, generation)
+    return values, late < 0

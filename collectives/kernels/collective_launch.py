@@ -1,4 +1,6 @@
-"""How the kernels of `kernel_collectives` are launched, when, and the memory that they need."""
+"""How the kernels of `kernel_collectives`, and `flagged_reduce`, are launched, when, and the memory
+that they need.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ import triton
 
 from weft import settings
 from weft.collectives.device.launches import launching, layouts_of
+from weft.collectives.kernels.flagged_reduce import flagged_reduce_kernel
 from weft.collectives.kernels.kernel_collectives import exchange_kernel, reduce_kernel
 from weft.collectives.kernels.pieces import Pieces
 from weft.collectives.memory.workspace import Workspace, check_room, link_of
@@ -23,6 +26,7 @@ REDUCED = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64,
     torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64,
 )  # fmt: skip
+IN_WORDS = torch.float32, torch.bfloat16, torch.float16  # sums that words with flags may carry
 # By size in bytes: data that is only copied is copied in the widest words its addresses allow.
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 _SLOT_ALIGN = 128
@@ -40,6 +44,7 @@ class CollectiveConfig:
         two_shot: whether each element of an all_reduce is added up by one rank only.
         all_registers: of NVIDIA's chips, for sums: otherwise 32 bytes spill on sm_100, so that a
             core could hold a second program.
+        by_words: of an all_reduce, whether words carry their flags, by `flagged_reduce`.
     """
 
     block_bytes: int
@@ -47,6 +52,12 @@ class CollectiveConfig:
     num_warps: int = 8
     two_shot: bool = False
     all_registers: bool = False
+    by_words: bool = False
+
+    @property
+    def channel(self) -> str:
+        """Of the workspace: words have one of their own, in which nothing else may be stored."""
+        return "flagged kernels" if self.by_words else "kernels"
 
 
 # One shot receives (W - 1) times the bytes, two shots about twice, but pay a second crossing of
@@ -57,6 +68,11 @@ _MOST_ROOM = 128 << 20
 # Each of 256 threads then has 16 bytes for each rank in flight, and 64 programs what a link of 450
 # GB/s carries to 8 ranks in about 4 us.
 _BLOCK_BYTES, _PROGRAMS = 4 << 10, 64
+# By words that carry their flags, in virtual time on 8 x H100: 16, 24, 32 and 64 KiB take 4.9, 5.2,
+# 5.6 and 7.0 us in one shot and 6.0, 6.0, 6.0 and 6.2 in two; with signals 6.7, 6.7, 6.9 and 7.5.
+# Up to where they gain is reckoned, not run: twice the bytes take up to 2.5 us more at 512 KiB.
+# A block is the least of which each of 128 threads has words of its own.
+_WORDS_ONE_SHOT_BYTES, _WORDS_MOST_BYTES, _WORDS_BLOCK_BYTES = 32 << 10, 256 << 10, 1 << 10
 
 
 def within_budget(programs: int) -> int:
@@ -64,15 +80,22 @@ def within_budget(programs: int) -> int:
     return min(programs, settings.sms() or programs)
 
 
-def collective_config(op: str, nbytes: int, world_size: int, on_gpus: bool) -> CollectiveConfig:
+def collective_config(
+    op: str, nbytes: int, world_size: int, on_gpus: bool, *, words: bool = False
+) -> CollectiveConfig:
     """The launch of `op`, from what is the same on every rank.
 
     Args:
         nbytes: size of the largest piece in one shot: for all_reduce, of the input.
         on_gpus: `Group.on_gpus` of the tensors' device. Virtual ranks that stand for a chip are
             launched as on that chip, though their tensors are on a CPU.
+        words: whether words may carry their flags: in an all_reduce of sums of IN_WORDS, on chips
+            of NVIDIA.
     """
     interpreted = not on_gpus
+    # A program holds a block for all ranks at once: few enough registers for 8.
+    if words and on_gpus and 1 < world_size <= 8 and 0 < nbytes <= _WORDS_MOST_BYTES:
+        return words_config(nbytes, world_size, world_size > 2 and nbytes > _WORDS_ONE_SHOT_BYTES)
     one_shot_bytes = 256 if interpreted else _ONE_SHOT_BYTES
     two_shot = op == "all_reduce" and world_size > 2 and nbytes > one_shot_bytes
     piece = -(-nbytes // world_size) if two_shot else nbytes
@@ -83,6 +106,13 @@ def collective_config(op: str, nbytes: int, world_size: int, on_gpus: bool) -> C
     programs = max(1, min(most, -(-piece // block)))
     nvidia = not interpreted and torch.version.hip is None
     return CollectiveConfig(block, programs, 4 if interpreted else 8, two_shot, nvidia)
+
+
+def words_config(nbytes: int, world_size: int, two_shot: bool) -> CollectiveConfig:
+    """The launch of an all_reduce on GPUs whose words carry their flags."""
+    blocks = -(-nbytes // _WORDS_BLOCK_BYTES)
+    programs = within_budget(min(_PROGRAMS, -(-blocks // world_size) if two_shot else blocks))
+    return CollectiveConfig(_WORDS_BLOCK_BYTES, programs, 4, two_shot, True, by_words=True)
 
 
 @lru_cache(maxsize=4096)
@@ -101,7 +131,7 @@ def quickest_way(
     whole = nbytes if op == "all_reduce" else nbytes * W
     us: dict[Kind, float] = {}
     launches = max(1, len(windows(nbytes, 1, W, config)))
-    us["triton"] = kernel_us(op, whole, fabric, two_shot=config.two_shot)
+    us["triton"] = kernel_us(op, whole, fabric, two_shot=config.two_shot, by_words=config.by_words)
     us["triton"] += (launches - 1) * KERNEL_US
     if switch and fabric.multicast and op != "all_to_all" and whole <= _MOST_ROOM // 2:
         us["switch"] = switch_us(op, whole, fabric, in_graph=True)
@@ -139,6 +169,10 @@ def piece_room(nbytes: int) -> int:
 
 def workspace_bytes(nbytes: int, world_size: int, config: CollectiveConfig) -> int:
     """Symmetric memory that a call needs on each rank; `nbytes` as for `collective_config`."""
+    if config.by_words:
+        blocks = -(-nbytes // config.block_bytes)
+        share = -(-blocks // world_size) if config.two_shot else blocks
+        return 2 * config.block_bytes * (world_size * share + blocks * config.two_shot)
     if config.two_shot:
         return 2 * world_size * piece_room(-(-nbytes // world_size) + 16)
     return world_size * piece_room(nbytes)
@@ -270,13 +304,24 @@ def launch_reduce(
         x: contiguous, of a dtype in REDUCED; the same size and dtype on all ranks.
         out: contiguous; without `sizes` it may be x.
         sizes: elements of x that each rank gets, in rank order.
-        config: the same on all ranks; `two_shot` needs `sizes` to be None.
+        config: the same on all ranks; `two_shot` and `by_words` need `sizes` to be None, and
+            `by_words` an op and a dtype that words may carry, and one element at least.
         window: of every piece only these elements, which are all of `out`; the same on all ranks.
     """
 
     def launched() -> tuple[torch.Tensor, ...]:
         W, itemsize = ws.world_size, x.element_size()
         count = x.numel()
+        options = {"maxnreg": 255} if config.all_registers else {}
+        how = "workspace_bytes(bytes, world_size, config), as collective_config counts them"
+        if config.by_words:
+            check_room(ws, workspace_bytes(count * itemsize, W, config), how)
+            launching(flagged_reduce_kernel, config.programs)(
+                out, x, link_of(ws), count, ws.rank, WORLD_SIZE=W,
+                BLOCK=config.block_bytes // itemsize, OP=op, TWO_SHOT=config.two_shot,
+                num_warps=config.num_warps, **options,
+            )  # fmt: skip
+            return ()
         if sizes is not None:
             at, parts = _cut_to(window or (0, max(sizes)), offsets(sizes), sizes)
             shares, starts, widest = tuple(parts), tuple(at), max(parts)
@@ -289,9 +334,7 @@ def launch_reduce(
         else:
             shares, starts, widest = (count,) * W, (0,) * W, count
         nbytes = (count if sizes is None else widest) * itemsize
-        needed = workspace_bytes(nbytes, W, config)
-        how = "workspace_bytes(bytes, world_size, config), as collective_config counts them"
-        check_room(ws, needed, how)
+        check_room(ws, workspace_bytes(nbytes, W, config), how)
         launching(reduce_kernel, config.programs)(
             out,
             x,
@@ -306,7 +349,7 @@ def launch_reduce(
             TWO_SHOT=config.two_shot,
             SPOILS=has_nan(out.dtype),
             num_warps=config.num_warps,
-            **({"maxnreg": 255} if config.all_registers else {}),
+            **options,
         )
         return ()
 

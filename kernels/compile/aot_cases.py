@@ -342,6 +342,14 @@ def _collective_launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, 
                 config = replace(config, all_registers=registers)
                 op.launch_reduce(x, torch.empty_like(x), ws, None, "avg", config)
         yield from ((case, launch) for launch in caught)
+    if dtype in op.IN_WORDS:
+        x = torch.empty(8 * 8192 + 1, dtype=dtype, device="meta")
+        for case, two_shot in (("sum by words, one shot", False), ("sum by words", True)):
+            config = op.words_config(x.nbytes, _W, two_shot)
+            with catching(op) as caught:
+                launched = replace(config, all_registers=not chip.is_amd)
+                op.launch_reduce(x, torch.empty_like(x), ws, None, "sum", launched)
+            yield case, caught[0]
     x, everyone = torch.empty(1024, 1024, dtype=dtype, device="meta"), tuple(range(_W))
     pulls = [("pull", (1,), None), *[("pull of sums", everyone, "sum")] * reduced]
     for case, holders, reduce_op in pulls:

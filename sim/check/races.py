@@ -89,7 +89,9 @@ class Detector(Clocks, Observer):
         return self._regions[at]
 
     def writers(self, region: Region, address: int) -> list[int]:
-        """The ranks that have written the granule at `address`."""
+        """The ranks that have written the granule at `address`; none behind a buffer's end."""
+        if region.guard:
+            return []
         at = (address - region.start) // region.granule
         slots = {int(region.writer[at]) - 1} - {-1}
         if region.atomics is not None:

@@ -368,7 +368,7 @@ class Clock:
         calendar, hardware = self._calendar, self._hw
         per_core = hardware.core_bandwidth / 1e6
         step_us = hardware.ahead_us / max(launch.stages - 1, 1)
-        stored, fence = Join(0), 0.0  # the last store, and how long it takes to be acknowledged
+        stored, acknowledged = Join(0), [0.0]  # the last store; when all have been
         loaded: dict[int, Join] = {}  # by the number of a `Work` that stores wait for
         for number, event in enumerate(events):
             start, peer = calendar.now, -1
@@ -408,9 +408,9 @@ class Clock:
                         flag = Flag(address, version, part.owner)
                         there.then(partial(self._deliver, rank, flag))
                     stored.left += 1
+                    there.then(partial(self._acknowledge, rank, part.owner, acknowledged))
                     there.then(stored.part_done)
                     there.part_done()
-                    fence = max(fence, self._load_latency(rank, part.owner))
                 stored.part_done()
                 kind = "moving"
             elif isinstance(event, Flag):
@@ -422,10 +422,9 @@ class Clock:
                 kind, peer = "waiting", self._last_to_come(event)
             else:
                 relaxed = isinstance(event, Signal) and not event.release
-                if not relaxed and (stored.left or fence):
+                if not relaxed:
                     yield stored
-                    yield calendar.now + fence
-                    fence = 0.0
+                    yield max(calendar.now, acknowledged[0])
                 kind = "waiting"
                 if isinstance(event, Update):
                     before = self._arrival(event.address, event.version - 1)
@@ -439,6 +438,10 @@ class Clock:
                     TimeSpan(rank, core, launch.kernel, kind, start, calendar.now, peer)
                 )
         yield stored
+
+    def _acknowledge(self, rank: int, owner: int, latest: list[float]) -> None:
+        """A store has left: when it will have been acknowledged, if that is later than `latest`."""
+        latest[0] = max(latest[0], self._calendar.now + self._load_latency(rank, owner))
 
     # Memory
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from needs import needs_interpreter
 
 import weft
 from weft import collectives, settings, sim
@@ -18,6 +20,7 @@ from weft.collectives import movement, protocols, resolve, workspace
 from weft.collectives.kernels import collective_launch, multimem, pull
 from weft.collectives.kernels.pull_boxes import Box, BoxTable, table_of
 from weft.collectives.prices.hardware import named
+from weft.collectives.ranks import pad
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
 
 OPS = ("sum", "avg", "max", "min", "product")
@@ -167,6 +170,120 @@ def test_one_and_two_shots(two_shot: bool) -> None:
             assert torch.equal(out, reduced(every, "sum"))
 
 
+def by_words(count: int, dtype: torch.dtype, two_shot: bool, op: str = "sum") -> Any:
+    """Memory and an all_reduce whose words carry their flags, into a tensor of its own or x."""
+    config = collective_launch.CollectiveConfig(64, 2, 4, two_shot, by_words=True)
+    room = collective_launch.workspace_bytes(count * dtype.itemsize, dist.get_world_size(), config)
+    ws = workspace(None, room, channel=config.channel)
+
+    def run(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        out = torch.full_like(x, math.nan) if out is None else out
+        collective_launch.launch_reduce(x, out, ws, None, op, config)
+        return out
+
+    return ws, run
+
+
+@needs_interpreter
+@pytest.mark.ranks(
+    2, pytest.param(3, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.sweep)
+)
+def test_words_have_the_bits_of_signalled_sums() -> None:
+    """In one shot and in two, blocks that some ranks lack, memory of NaN, a late rank, in place."""
+    rank, W = dist.get_rank(), dist.get_world_size()
+    for dtype, count, op in (
+        (torch.float32, 67, "avg"), (torch.bfloat16, 200, "sum"), (torch.float16, 1, "avg")
+    ):  # fmt: skip
+        every = [values(r, count, dtype, count) for r in range(W)]
+        want = reduced(every, op)
+        for two_shot in (False, True):
+            ws, run = by_words(count, dtype, two_shot, op)
+            dist.barrier()
+            for half in range(2):  # of NaN, whose flag is that of no call here
+                ws.tensor(rank, half, (ws.half_bytes,), torch.uint8).fill_(255)
+            dist.barrier()
+            for call in range(2):  # of two each
+                if rank and call == 1:
+                    time.sleep(0.05)
+                x = torch.cat([every[rank].new_zeros(rank), every[rank]])[rank:]
+                assert torch.equal(run(x), want), (dtype, two_shot, call)
+                assert torch.equal(run(x, x), want), (dtype, two_shot, call, "in place")
+
+
+@needs_interpreter
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("two_shot", [False, True])
+def test_flags_of_summed_words_come_again(two_shot: bool) -> None:
+    """Across the 2^32th call; and in the last calls of every 2^31 all words are stored anew."""
+    rank, count = dist.get_rank(), 37
+    ws, run = by_words(count, torch.float32, two_shot)
+    for before in (2**31 - 3, 2**32 - 3):
+        dist.barrier()
+        ws.buffer.pad_of(rank)[pad.GENERATION] = before
+        for half in range(2):  # of flags that are to come
+            words = ws.tensor(rank, half, (ws.half_bytes // 8, 2), torch.int32)
+            words.fill_(signed(before + 4))
+        dist.barrier()
+        for call in range(1, 5):
+            assert (run(torch.full((count,), float(call + rank))) == 2 * call + 1).all()
+            dist.barrier()
+            for half in range(2) if call == 2 else ():
+                words = ws.tensor(rank, half, (ws.half_bytes // 8, 2), torch.int32)
+                assert words[:, 1].unique().tolist() == [signed(before + 1 + half)]
+            dist.barrier()
+
+
+def signed(flag: int) -> int:
+    """The lower 32 bits, as an int32 has them."""
+    return (flag + 2**31) % 2**32 - 2**31
+
+
+@needs_interpreter
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("two_shot", [False, True])
+def test_summed_words_of_an_absent_rank(two_shot: bool) -> None:
+    """Results are NaN, and the next call tells who was waited for."""
+    rank, absent = dist.get_rank(), int(two_shot)
+    ws, run = by_words(40, torch.float32, two_shot)
+    dist.barrier()
+    if rank != absent:
+        with mock.patch.dict("os.environ", WEFT_TIMEOUT_S="0.2"):
+            assert bool(run(torch.ones(40)).isnan().all())
+        with pytest.raises(weft.PeerTimeout, match=f"rank {rank} waited .* for rank {absent}"):
+            ws.check("all_reduce")
+    dist.barrier()
+    weft.collectives.close()
+
+
+@needs_interpreter
+@pytest.mark.ranks(2)
+def test_sums_by_words_by_the_op() -> None:
+    """Where they are chosen the op takes them: eager and compiled, forward and backward, empty."""
+
+    def chosen(op: str, nbytes: int, W: int, on_gpus: bool, words: bool = False) -> Any:
+        if words and nbytes:
+            return collective_launch.CollectiveConfig(
+                64, 2, 4, two_shot=nbytes > 100, by_words=True
+            )
+        return config_for(op, nbytes, W, on_gpus)
+
+    config_for, rank = collective_launch.collective_config, dist.get_rank()
+    with mock.patch.object(collective_launch, "collective_config", chosen), weft.engine("triton"):
+        for count, f in (
+            (0, collectives.all_reduce),
+            (5, collectives.all_reduce),
+            (70, torch.compile(collectives.all_reduce, backend="eager")),
+        ):
+            every = [values(r, count, torch.float32, count) for r in range(2)]
+            x = every[rank].clone().requires_grad_()
+            y = f(x)
+            assert torch.equal(y, reduced(every, "sum"))
+            (grad,) = torch.autograd.grad(y.sum(), x)
+            assert (grad == 2).all()
+            largest = collectives.all_reduce(every[rank], reduce_op="max")  # by signals
+            assert torch.equal(largest, reduced(every, "max"))
+
+
 @pytest.mark.ranks(3)
 def test_gradients() -> None:
     rank, W = dist.get_rank(), dist.get_world_size()
@@ -176,6 +293,41 @@ def test_gradients() -> None:
         (y * (rank + 1)).sum().backward()
     assert x.grad is not None
     assert (x.grad == W * (W + 1) / 2).all()
+
+
+def test_few_bytes_of_sums_take_words() -> None:
+    """Up to 256 KiB between 2 to 8 ranks, in one shot while few; priced below signals."""
+
+    def chosen(nbytes: int, W: int = 8, words: bool = True) -> Any:
+        return collective_launch.collective_config("all_reduce", nbytes, W, True, words=words)
+
+    assert [chosen(n << 10).by_words for n in (0, 1, 256, 257)] == [False, True, True, False]
+    assert [chosen(n << 10).two_shot for n in (1, 32, 33)] == [False, False, True]
+    assert not chosen(200 << 10, 2).two_shot
+    assert not chosen(1 << 10, 1).by_words and not chosen(1 << 10, 9).by_words
+    assert not chosen(1 << 10, words=False).by_words
+    fabric = named("h100").fabric(8)
+    for nbytes in (16 << 10, 128 << 10):
+        by = [
+            collective_launch.quickest_way("all_reduce", nbytes, fabric, config, switch=False)
+            for config in (chosen(nbytes), chosen(nbytes, words=False))
+        ]
+        assert by[0][0] == "triton" and by[0][1] < by[1][1]
+
+
+@pytest.mark.parametrize(("chip", "words"), [("h100", True), ("mi300x", False)])
+def test_words_are_for_sums_on_chips_of_nvidia(chip: str, words: bool) -> None:
+    def body(rank: int) -> list[bool]:
+        group, x = resolve(None), torch.ones(8)
+        return [
+            movement._launch_config(op, group, y, 32, reduce_op).by_words
+            for op, y, reduce_op in (
+                ("all_reduce", x, "sum"), ("all_reduce", x.int(), "sum"),
+                ("all_reduce", x, "max"), ("reduce_scatter", x, "sum"), ("all_gather", x, None),
+            )
+        ]  # fmt: skip
+
+    assert sim.run(2, body, hardware=chip) == [[words, False, False, False, False]] * 2
 
 
 def test_the_choice_is_one_for_all_and_by_size() -> None:

@@ -30,6 +30,7 @@ NEWEST = {
 
 NO_MATMUL = {
     "_publish_kernel", "_show_kernel", "exchange_kernel", "reduce_kernel", "_pull_kernel",
+    "flagged_reduce_kernel",
     "_switched_kernel", "_begin_kernel", "_post_kernel", "_wait_kernel", "_announce_kernel",
     "_hold_kernel", "_finish_kernel", "_append_kernel", "_end_kernel", "_merge_kernel",
     "_numbers_kernel", "weigh_kernel", "experts, rows alone", "experts, rows fetched",
