@@ -336,7 +336,7 @@ def repeatable(op: Callable[_P, _R]) -> Callable[_P, _R]:
         if named and not _taken_apart((*named.values(),), parts, given):
             return op(*args, **kwargs)
         apart = tuple if routing is None else routing.taken_apart
-        made: _R = _quickest((*parts,), group, given, lambda: op(*args, **kwargs), apart)
+        made: _R = _as_before((*parts,), group, given, lambda: op(*args, **kwargs), apart)
         return made
 
     return run
@@ -360,7 +360,7 @@ def repeated_gradients(
     if rare or any(x.__class__ not in _TENSORS for x in tensors):
         return make()
     key = "gradients", group, *settings.set_for_calls(), *key, *absent
-    made: _R = _quickest(key, group, tensors, make, lambda: tensors)
+    made: _R = _as_before(key, group, tensors, make, lambda: tensors)
     return made
 
 
@@ -378,7 +378,7 @@ def _is_rare() -> bool:
     )
 
 
-def _quickest(
+def _as_before(
     key: tuple[Hashable, ...],
     group: Group,
     given: list[torch.Tensor],
