@@ -404,6 +404,7 @@ def _experts_workload(params: dict[str, Any], W: int, randoms: _Randoms) -> Work
         """Any k of all, each token's its own."""
         return randoms("scores", r, (T, E), torch.float32).topk(k)[1].int()
 
+    @cache
     def weights(r: int) -> Tensors:
         """Gate, up (E / W, H, F) and down (E / W, F, H), as nn.Linear lays them out."""
         return [

@@ -268,7 +268,8 @@ class Repeated:
         if isinstance(kept, KeptCall):
             results = kept.make(operands)
             if under_way.watched is not None:
-                under_way.watched.repeated.append((kept, operands, results))
+                begun = len(under_way.watched.begun)
+                under_way.watched.repeated.append((kept, operands, results, begun))
             return results
         return self._recorded(key, operands, make)
 

@@ -1,8 +1,8 @@
-"""Public functions that go straight to their launches, once they repeat.
+"""Public functions, and gradients, that go straight to their launches, once they repeat.
 
     call 1    checks, plan, memory, kernels                      launches are kept: see `launches`
-    call 2    the same, watched: what it agrees on with the other ranks, on which workspace it is a
-              call, which of its arguments the kept launches are given, what its results are made of
+    call 2    the same, watched: what it agrees on with the other ranks, on which workspaces it is
+              calls, which arguments the kept launches are given, what its results are made of
     call 3..  a key of the arguments, tensors like those of before --> the lengths are agreed on,
               the call is noted and checked, its launches are made, the results are returned
 
@@ -10,20 +10,23 @@ The first two take 40 to 100 us of Python over the launches, the others a quarte
 
 Why call 3 does what it would have done: all that a function goes by is in the key, or in what its
 tensors are guarded by, but for their addresses and values. Launches take addresses; a call that is
-watched is not made straight later if it copies or computes, makes more calls than one, or has a
-tensor that no launch is given, which the host may have read. What is rare is left to the function
-itself: gradients, traces, profilers, modes and transforms of torch, subclasses, WEFT_CHECK=1,
-`weft.explain`; tensors that begin alike, are empty, or have addresses that are no multiples of 16.
+watched is not made straight later if it copies or computes, makes launches that are not kept, or
+has a tensor that no launch is given, which the host may have read. A routing counts as its numbers
+and tensors, and its calls are those of its group. What is rare is left to the function itself:
+forwards whose gradient is wanted, traces, profilers, modes and transforms of torch, subclasses,
+WEFT_CHECK=1, `weft.explain`; tensors that begin alike, are empty, or have addresses that are no
+multiples of 16.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import wraps
 from operator import itemgetter
 from typing import Any, NamedTuple, ParamSpec, TypeVar
+from weakref import ref
 
 import torch
 from torch._C._autograd import _profiler_enabled
@@ -44,11 +47,12 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
+_ROUTINGS = ("routing", "topk_ids")  # arguments that may be one, with a group and `taken_apart`
 _PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype))
 _count_modes = torch._C._len_torch_dispatch_stack
 _transformed = torch._C._are_functorch_transforms_active
 _TRIES = 3  # of watching
-_OTHERWISE = object()
+_OTHERWISE, _OUTGROWN = object(), object()
 
 _LAYOUTS = 32  # of tensors, by key: a look at one that is another takes 0.3 us
 
@@ -83,38 +87,53 @@ class _View(NamedTuple):
         return whole if self.layout is None else whole.as_strided(*self.layout)
 
 
+class _Part(NamedTuple):
+    """Launches that a call makes.
+
+    Attributes:
+        begun: the workspace on which they are a call, which may be freed or be retired since, and
+            its name and words; None if on none.
+        launched: what they are.
+        operands: what they are given: numbers of arguments, of what is allocated, and of what the
+            parts before have made; None: none.
+    """
+
+    begun: tuple[ref[Workspace], str, Call] | None
+    launched: KeptCall
+    operands: list[int | None]
+
+
 @dataclass(frozen=True)
 class Straight:
     """How a call is made again.
 
     Attributes:
         agreed: on what the ranks agree first: op, value and what is told, and all ranks' values.
-        begun: the workspace on which it is a call, and its name and words; None if on none.
+        parts: the calls on workspaces that it is, in order.
         allocated: for the launches: shape, strides and dtype.
-        operands: what the launches are given: numbers of arguments and of what is allocated, or
-            None; None in all if it is these, in order.
         results: made of arguments, what is allocated, and results of the launches, in this order.
     """
 
     agreed: tuple[tuple[tuple[str, int, Any], list[int]], ...]
-    begun: tuple[Workspace, str, Call] | None
-    launched: KeptCall
+    parts: list[_Part]
     allocated: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
-    operands: list[int | None] | None
     results: Callable[[Sequence[Any]], Any]
 
     def make(self, group: Group, given: list[torch.Tensor]) -> Any:
-        """The results; _OTHERWISE if the function itself must make the call."""
-        begun = self.begun
-        if begun is not None and (begun[0].retired or not begun[0].is_open):
-            return _OTHERWISE
+        """The results; _OTHERWISE if the function itself must make the call, _OUTGROWN if it is to
+        be watched again."""
         if not launches.suit_kept_launches(given):
             return _OTHERWISE
-        in_graph = self.launched.in_graph
-        if in_graph is not None:
-            on_gpu = begun is not None and not begun[0].on_host
-            if in_graph != (on_gpu and torch.cuda.is_current_stream_capturing()):
-                return _OTHERWISE
+        used: list[Workspace | None] = []
+        for begun, launched, _ in self.parts:
+            ws = None if begun is None else begun[0]()
+            if begun is not None and (ws is None or ws.retired or not ws.is_open):
+                return _OUTGROWN
+            if launched.in_graph is not None:
+                on_gpu = ws is not None and not ws.on_host
+                if launched.in_graph != (on_gpu and torch.cuda.is_current_stream_capturing()):
+                    return _OTHERWISE
+            used.append(ws)
         check_all()
         if self.agreed:
             learned = []
@@ -124,18 +143,17 @@ class Straight:
                 if values != expected:
                     under_way.agreed = (*learned,)
                     return _OTHERWISE
-        launched, tensors = self.launched, given
+        tensors, device = given, self.parts[0].launched.device
         for shape, strides, dtype in self.allocated:
-            made = torch.empty_strided(shape, strides, dtype=dtype, device=launched.device)
+            made = torch.empty_strided(shape, strides, dtype=dtype, device=device)
             tensors.append(made)
-        operands: Sequence[torch.Tensor | None] = tensors
-        if self.operands is not None:
-            operands = [None if number is None else tensors[number] for number in self.operands]
-        if begun is None:
-            tensors += launched.make(operands)
-        else:
-            with OneCall(*begun, True):
+        for ws, (begun, launched, numbers) in zip(used, self.parts, strict=True):
+            operands = [None if number is None else tensors[number] for number in numbers]
+            if ws is None or begun is None:
                 tensors += launched.make(operands)
+            else:
+                with OneCall(ws, begun[1], begun[2], True):
+                    tensors += launched.make(operands)
         return self.results(tensors)
 
 
@@ -145,7 +163,7 @@ class _Watched(OnlyLooks):
 
     agreed: list[Any] = field(default_factory=list)
     begun: list[tuple[Workspace, str, Call]] = field(default_factory=list)
-    repeated: list[tuple[KeptCall, Any, Any]] = field(default_factory=list)
+    repeated: list[tuple[KeptCall, Any, Any, int]] = field(default_factory=list)
     allocated: list[torch.Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -159,44 +177,62 @@ class _Watched(OnlyLooks):
             self.allocated.append(made)
         return made
 
-    def straight(self, given: list[torch.Tensor], results: Any, calls: int) -> Straight | None:
+    def straight(
+        self, given: list[torch.Tensor], unread: list[int], results: Any, calls: int
+    ) -> Straight | None:
         """How to make the call again, of these arguments; None if it did anything else.
 
         Args:
+            unread: which of `given` launches may do without.
             calls: that were noted meanwhile; 0 where none are.
         """
-        noted = len(self.agreed) + len(self.begun)
-        alone = len(self.repeated) == 1 and len(self.begun) <= 1 and calls in (0, noted)
-        if self.refused or not alone:
+        noted, count = len(self.agreed) + len(self.begun), len(self.repeated)
+        order = [before for *_, before in self.repeated]  # how many calls had begun
+        in_order = order == ([*range(1, count + 1)] if self.begun else [0])
+        if self.refused or not in_order or len(self.begun) > count or calls not in (0, noted):
             return None
-        ((launched, operands, made),) = self.repeated
         places = {x.data_ptr(): number for number, x in enumerate(given)}
-        beginnings = {x.untyped_storage().data_ptr(): x for x in self.allocated}
-        numbers, allocated, tensors = list[int | None](), list[Any](), [*given]
-        for operand in operands:
-            if operand is None:
-                numbers.append(None)
-            elif operand.data_ptr() in places:
-                numbers.append(places[operand.data_ptr()])
-            else:
-                whole = beginnings.get(operand.data_ptr())
-                if whole is None or not whole.is_contiguous():
-                    return None
-                numbers.append(len(tensors))
-                allocated.append((tuple(whole.shape), whole.stride(), whole.dtype))
-                tensors.append(whole)
-        if not {*range(len(given))} <= {*numbers}:
+        of_launches = {_beginning(x) for _, _, made, _ in self.repeated for x in made}
+        beginnings = {_beginning(x): x for x in self.allocated if _beginning(x) not in of_launches}
+        tensors, allocated, parts = [*given], list[Any](), list[_Part]()
+        for operand in (x for _, operands, _, _ in self.repeated for x in operands):
+            whole = None if operand is None else beginnings.get(operand.data_ptr())
+            if whole is None or whole.data_ptr() in places:
+                continue
+            if whole.untyped_storage().nbytes() != whole.numel() * whole.element_size():
+                return None
+            places[whole.data_ptr()] = len(tensors)
+            allocated.append((tuple(whole.shape), whole.stride(), whole.dtype))
+            tensors.append(whole)
+        for number, (launched, operands, made, _) in enumerate(self.repeated):
+            if any(x is not None and x.data_ptr() not in places for x in operands):
+                return None
+            begun = None
+            if self.begun:
+                ws, op, call = self.begun[number]
+                begun = ref(ws), op, call
+            numbers = [None if x is None else places[x.data_ptr()] for x in operands]
+            parts.append(_Part(begun, launched, numbers))
+            for x in made:
+                places.setdefault(x.data_ptr(), len(tensors))
+                tensors.append(x)
+        used = {number for part in parts for number in part.operands}
+        if not {*range(len(given))} <= {*used, *unread}:
             return None  # the host reads what no launch is given
-        build = _rebuilt(results, [*tensors, *made])
-        begun = self.begun[0] if self.begun else None
-        given_as = None if numbers == [*range(len(tensors))] else numbers
-        return build and Straight((*self.agreed,), begun, launched, allocated, given_as, build)
+        build = _rebuilt(results, tensors)
+        return build and Straight((*self.agreed,), parts, allocated, build)
+
+
+def _beginning(x: torch.Tensor) -> int:
+    return x.untyped_storage().data_ptr()
 
 
 def _rebuilt(
     results: Any, tensors: Sequence[torch.Tensor]
 ) -> Callable[[Sequence[Any]], Any] | None:
-    """How `results`, tensors in tuples and lists, follow from others; None if they do not."""
+    """How `results`, tensors in tuples, lists and dataclasses, follow from others; None if they do
+    not. What else a dataclass has is the same again.
+    """
     if results is None:
         return lambda tensors: None
     if isinstance(results, torch.Tensor):
@@ -209,14 +245,25 @@ def _rebuilt(
                 layout, whole = _strides_key(results), _strides_key(x)
                 return _View(number, None if layout == whole else layout).taken
         return None
-    if type(results) not in (tuple, list):
+    kind = type(results)
+    if is_dataclass(kind):
+        values = [getattr(results, each.name) for each in fields(kind)]
+        parts = [_rebuilt(x, tensors) if isinstance(x, torch.Tensor) else _same(x) for x in values]
+    elif kind in (tuple, list):
+        parts = [_rebuilt(each, tensors) for each in results]
+    else:
         return None
-    parts = [_rebuilt(each, tensors) for each in results]
     if not all(parts):
         return None
-    if type(results) is list:
+    if kind not in (tuple, list):
+        return lambda tensors: kind(*[part(tensors) for part in parts])  # type: ignore[misc]
+    if kind is list:
         return lambda tensors: [part(tensors) for part in parts]  # type: ignore[misc]
     return lambda tensors: tuple([part(tensors) for part in parts])  # type: ignore[misc]
+
+
+def _same(value: Any) -> Callable[[Sequence[Any]], Any]:
+    return lambda tensors: value
 
 
 def _strides_key(x: torch.Tensor) -> tuple[Any, Any, int]:
@@ -238,32 +285,27 @@ def _taken_apart(values: Sequence[Any], key: list[Hashable], given: list[torch.T
             key.append(len(value))
             if not _taken_apart(value, key, given):
                 return False
-        else:
+        elif not hasattr(kind, "taken_apart") or not _taken_apart(value.taken_apart(), key, given):
             return False
     return True
 
 
 def repeatable(op: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Have calls of `op`, which takes a `group`, go straight to their launches once they repeat.
+    """Have calls of `op`, which takes a `group` or a `routing`, go straight to their launches once
+    they repeat.
 
     Example:
         @repeatable
         def all_reduce(x: torch.Tensor, group: GroupLike = None) -> torch.Tensor: ...
     """
-    at = [*inspect.signature(op).parameters].index("group")
+    names = [*inspect.signature(op).parameters]
+    at = names.index("group") if "group" in names else len(names)
+    routed_by = next((name for name in _ROUTINGS if name in names), "")
+    routed_at = names.index(routed_by) if routed_by else 0
 
     @wraps(op)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if torch.compiler.is_compiling() or not launches.kept_any:
-            return op(*args, **kwargs)
-        if (
-            under_way.watched is not None
-            or _count_modes()
-            or _profiler_enabled()
-            or settings.tracing()
-            or forward_ad._current_level >= 0
-            or _transformed()
-        ):
+        if _is_rare():
             return op(*args, **kwargs)
         named: Any = kwargs
         asked: Any = None
@@ -274,6 +316,15 @@ def repeatable(op: Callable[_P, _R]) -> Callable[_P, _R]:
             if "group" in kwargs:
                 named = {name: value for name, value in kwargs.items() if name != "group"}
                 asked = kwargs["group"]
+        routing: Any = None
+        if routed_by:
+            routing = args[routed_at] if len(args) > routed_at else kwargs.get(routed_by)
+            if routing.__class__ is torch.Tensor:
+                routing = None
+            elif asked is not None or not isinstance(getattr(routing, "group", None), Group):
+                return op(*args, **kwargs)
+            else:
+                asked = routing.group
         try:
             group = resolve(asked)
         except (RuntimeError, ValueError):
@@ -284,42 +335,97 @@ def repeatable(op: Callable[_P, _R]) -> Callable[_P, _R]:
             return op(*args, **kwargs)
         if named and not _taken_apart((*named.values(),), parts, given):
             return op(*args, **kwargs)
-        key = (*parts,)
-        layouts, known = straight.get(key, ()), None
-        for known in layouts:
-            if known.alike(*given):
-                break
-        else:
-            known = None
-        how = known.how if known is not None else 0
-        if how.__class__ is Straight:
-            made: Any = how.make(group, given)
-            if made is not _OTHERWISE:
-                result: _R = made
-                return result
-            try:
-                return op(*args, **kwargs)
-            finally:
-                under_way.agreed = ()
-        if how is None or settings.check_calls():
-            return op(*args, **kwargs)
-        if known is None:
-            results = op(*args, **kwargs)
-            if given:
-                straight[key] = [_Known(_guards(given), 1), *layouts[: _LAYOUTS - 1]]
-            return results
-        watched, before = _Watched(), group.calls.position
-        under_way.watched = watched
-        try:
-            with watched:
-                results = op(*args, **kwargs)
-        finally:
-            under_way.watched = None
-        found = watched.straight(given, results, group.calls.position - before)
-        known.how = found or (how + 1 if how < _TRIES else None)  # type: ignore[operator]
-        return results
+        apart = tuple if routing is None else routing.taken_apart
+        made: _R = _as_before((*parts,), group, given, lambda: op(*args, **kwargs), apart)
+        return made
 
     return run
+
+
+def repeated_gradients(
+    key: tuple[Hashable, ...],
+    group: Group,
+    given: Sequence[torch.Tensor | None],
+    make: Callable[[], _R],
+) -> _R:
+    """make(), or the launches of before: the backward of an autograd function.
+
+    Args:
+        key: all that `make` goes by, but for the layouts of tensors.
+        given: all tensors that it takes.
+    """
+    absent = [x is None for x in given]
+    tensors = [x for x in given if x is not None]
+    rare = _is_rare() or torch.is_grad_enabled()
+    if rare or any(x.__class__ not in _TENSORS for x in tensors):
+        return make()
+    key = "gradients", group, *settings.set_for_calls(), *key, *absent
+    made: _R = _as_before(key, group, tensors, make, lambda: tensors)
+    return made
+
+
+def _is_rare() -> bool:
+    """Whether a call is left to the function itself, whatever it is given."""
+    return (
+        torch.compiler.is_compiling()
+        or not launches.kept_any
+        or under_way.watched is not None
+        or bool(_count_modes())
+        or _profiler_enabled()
+        or settings.tracing()
+        or forward_ad._current_level >= 0
+        or _transformed()
+    )
+
+
+def _as_before(
+    key: tuple[Hashable, ...],
+    group: Group,
+    given: list[torch.Tensor],
+    make: Callable[[], Any],
+    apart: Callable[[], Sequence[Any]],
+) -> Any:
+    """make(), or how calls with this key and of tensors like those given go straight.
+
+    Args:
+        apart: those of which launches may do without some, as the host does not read them.
+    """
+    layouts, known = straight.get(key, ()), None
+    for known in layouts:
+        if known.alike(*given):
+            break
+    else:
+        known = None
+    how = known.how if known is not None else 0
+    if isinstance(how, Straight):
+        made = how.make(group, given)
+        if made is _OTHERWISE:
+            try:
+                return make()
+            finally:
+                under_way.agreed = ()
+        if made is not _OUTGROWN:
+            return made
+        how = 1
+    if how is None or settings.check_calls():
+        return make()
+    if known is None:
+        results = make()
+        if given:
+            straight[key] = [_Known(_guards(given), 1), *layouts[: _LAYOUTS - 1]]
+        return results
+    watched, before = _Watched(), group.calls.position
+    under_way.watched = watched
+    try:
+        with watched:
+            results = make()
+    finally:
+        under_way.watched = None
+    parts = apart()
+    unread = [i for i, x in enumerate(given) if any(x is part for part in parts)]
+    found = watched.straight(given, unread, results, group.calls.position - before)
+    known.how = found or (how + 1 if how < _TRIES else None)
+    return results
 
 
 def _guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:

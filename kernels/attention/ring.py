@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from weft.collectives.memory.repeatable import repeatable
+from weft.collectives.memory.repeatable import repeatable, repeated_gradients
 from weft.collectives.profiled import profiler_enabled
 from weft.collectives.ranks.group import GroupLike, group_name
 from weft.collectives.ranks.traced import is_call_traced
@@ -156,10 +156,17 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: AttentionPlan = ctx.call
         refuse_second_order(call.op)
-        rings = call.op == "ring_attention"
-        moved = ["all_gather", "reduce_scatter"] if rings else ["all_to_all"] * 4
-        record_backward(call.op, call.engine, call.group, *moved)
-        return *ctx.gradients(call, saved_with(ctx.saved_tensors, grads)), None, None, None
+        saved, gradients = ctx.saved_tensors, ctx.gradients
+
+        def made() -> Gradients:
+            rings = call.op == "ring_attention"
+            moved = ["all_gather", "reduce_scatter"] if rings else ["all_to_all"] * 4
+            record_backward(call.op, call.engine, call.group, *moved)
+            found: Gradients = gradients(call, saved_with(saved, grads))
+            return found
+
+        key, given = (call, gradients), (*saved, *grads)
+        return *repeated_gradients(key, call.group, given, made), None, None, None
 
 
 class Saved(NamedTuple):

@@ -37,7 +37,7 @@ from weft.kernels.engine.epilogues import keeps_sums
 from weft.kernels.engine.local_matmul import sum_dtype
 from weft.kernels.experts.by_engine import engine_module
 from weft.kernels.experts.calls import CombineCall, DispatchCall, DispatchMade
-from weft.kernels.experts.routing import Roster, Routing, routing_of
+from weft.kernels.experts.routing import Roster, Routing, routing_of, without_padding
 from weft.kernels.experts.rows import packed, unpacked
 
 Tensors = Sequence[torch.Tensor]
@@ -327,18 +327,13 @@ def combine_forward(
     near_h, far_h = levels.apart(h)
     held = None if weights is None else levels.out(weights, op).come()
     with levels.naming(op):
-        held = _masked(held, levels.far)
+        held = without_padding(held, levels.far)
         sums = levels.engine.combine_forward(levels.far_of(call), far_h, w, held, sum_as=wide)
     way = levels.back(sums.to(call.wire), op)
     with levels.naming(op):
-        own = _masked(weights, levels.near)
+        own = without_padding(weights, levels.near)
         y = levels.engine.combine_forward(levels.near_of(call), near_h, w, own, sum_as=wide)
     return levels.added(y, way, h.dtype)
-
-
-def _masked(weights: torch.Tensor | None, routing: Routing) -> torch.Tensor | None:
-    """0 for experts of other hosts: nothing times an infinite weight would be NaN."""
-    return None if weights is None else weights.masked_fill(routing.topk_ids < 0, 0)
 
 
 def combine_backward(

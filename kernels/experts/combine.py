@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from weft.collectives.memory.checks import check_call
+from weft.collectives.memory.repeatable import repeatable
 from weft.collectives.ranks.flight import call_of
 from weft.collectives.ranks.traced import is_call_traced
 from weft.kernels.engine.autocast import autocast, outside_autocast
@@ -28,7 +29,7 @@ from weft.kernels.experts.by_engine import engine_module
 from weft.kernels.experts.calls import CombineCall
 from weft.kernels.experts.dispatch import engine_of, gradients
 from weft.kernels.experts.grouped import grouped_matmul
-from weft.kernels.experts.routing import Routing, check_weights
+from weft.kernels.experts.routing import Routing, check_weights, without_padding
 from weft.kernels.experts.rows import to_tokens, weighted_sum
 
 
@@ -64,14 +65,6 @@ def grouped_matmul_combine(
         NotImplementedError: an engine was forced that cannot run the call.
     """
     h, w = _cast(h, w)
-    if h.ndim != 2 or w.ndim != 3 or (w.shape[1], w.dtype, w.device) != (
-        h.shape[1], h.dtype, h.device,
-    ):  # fmt: skip
-        raise ValueError(
-            f"h must be (R, N) and w (experts, N, H), of one dtype and device, got "
-            f"{tuple(h.shape)} {h.dtype} and {tuple(w.shape)} {w.dtype}; pass weights "
-            f"(experts, H, N) as w.transpose(1, 2)"
-        )
     return _combined(h, w, topk_weights, routing, wire_dtype)
 
 
@@ -93,6 +86,7 @@ def combine(
     return _combined(rows, None, topk_weights, routing, None)
 
 
+@repeatable
 def _combined(
     h: torch.Tensor,
     w: torch.Tensor | None,
@@ -100,16 +94,27 @@ def _combined(
     routing: Routing,
     wire_dtype: torch.dtype | None,
 ) -> torch.Tensor:
+    if w is not None and (
+        h.ndim != 2 or w.ndim != 3 or (w.shape[1], w.dtype, w.device) != (
+            h.shape[1], h.dtype, h.device,
+        )
+    ):  # fmt: skip
+        raise ValueError(
+            f"h must be (R, N) and w (experts, N, H), of one dtype and device, got "
+            f"{tuple(h.shape)} {h.dtype} and {tuple(w.shape)} {w.dtype}; pass weights "
+            f"(experts, H, N) as w.transpose(1, 2)"
+        )
     if weights is not None:
         check_weights(weights, routing.topk_ids)
-        # A softmax over no expert is NaN, of which 0 times is NaN.
-        weights = weights.masked_fill(routing.topk_ids < 0, 0)
     y: torch.Tensor
     if is_call_traced(h):  # see `custom_ops`
         op, tp = torch.ops.weft.grouped_matmul_combine, routing.tensor_parallel_size
+        weights = without_padding(weights, routing)
         y = op(h, w, weights, routing.tensors, routing.name, tp, wire_dtype)
         return y
     call = combine_call(h, w, weights, routing, wire_dtype)
+    if call.engine != "triton":  # whose kernels do not look at those of padding
+        weights = without_padding(weights, routing)
     with torch.autocast(h.device.type, enabled=False):
         if call.engine == "generic":
             return generic_combine(call, h, w, weights)
@@ -176,7 +181,7 @@ class Combine(torch.autograd.Function):
         h, w, weights = ctx.saved_tensors
         needs = ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():
-            made = generic_combine(call, h, w, weights)
+            made = generic_combine(call, h, w, without_padding(weights, call.routing))
             return None, *gradients([made], [h, w, weights], needs, [dy])
         record_backward("grouped_matmul_combine", call.engine, call.routing.group, "all_to_all")
         backward = engine_module(call.engine).combine_backward

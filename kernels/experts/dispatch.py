@@ -26,6 +26,7 @@ import torch
 
 from weft.collectives import resolve
 from weft.collectives.memory.checks import check_call
+from weft.collectives.memory.repeatable import repeatable
 from weft.collectives.ranks.flight import call_of
 from weft.collectives.ranks.group import GroupLike, group_name
 from weft.collectives.ranks.traced import is_call_traced
@@ -105,6 +106,7 @@ def dispatch_grouped_matmul(
 
 
 @autocast
+@repeatable
 def dispatch_grouped_matmul(
     x: torch.Tensor,
     topk_ids: _Ids,
@@ -198,6 +200,7 @@ def dispatch_grouped_matmul(
     return hs[0] if isinstance(w, torch.Tensor) or activation == "swiglu" else hs, routing
 
 
+@repeatable
 def dispatch(
     x: torch.Tensor, routing: Routing, *, quantize: Quantize | None = None
 ) -> torch.Tensor:

@@ -119,6 +119,11 @@ class Routing:
         """That of the group, as ops of a graph take it."""
         return group_name(self.group)
 
+    def taken_apart(self) -> tuple[Any, ...]:
+        """What calls of kernels go by, but for the group: see `repeatable`."""
+        table = self.ends, self.ranks, self.rows, self.slots
+        return self.tensor_parallel_size, self.tokens, self.experts, self.topk_ids, *table
+
     @property
     def tensors(self) -> list[torch.Tensor]:
         """What such ops take in place of a routing: `of_tensors` makes it again."""
@@ -365,6 +370,11 @@ def check_weights(topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> None:
             f"each of topk_ids, got {tuple(topk_weights.shape)} {topk_weights.dtype} on "
             f"{topk_weights.device}"
         )
+
+
+def without_padding(weights: torch.Tensor | None, routing: Routing) -> torch.Tensor | None:
+    """0 where nobody is: a softmax over no expert is NaN, of which 0 times is NaN."""
+    return None if weights is None else weights.masked_fill(routing.topk_ids < 0, 0)
 
 
 def _told(

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from weft.collectives import Group, all_gather, resolve
-from weft.collectives.memory.repeatable import repeatable
+from weft.collectives.memory.repeatable import repeatable, repeated_gradients
 from weft.collectives.ranks.group import GroupLike, group_name
 from weft.collectives.ranks.traced import is_call_traced
 from weft.collectives.sizes import known_parts
@@ -256,41 +256,51 @@ class _AllGatherMatmul(FusedFunction):
     @outside_autocast
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: GatherCall = ctx.call
-        needs_x, *needs = ctx.needs_input_grad[1:]
-        count = len(needs) // 2
-        needs_w, needs_b = needs[:count], needs[count:]
-        x, *saved = ctx.saved_tensors
-        (x, *weights), kept = conjugated(x, *saved[:count]), saved[count : count + ctx.kept]
-        crossed = tuple(conjugated(*saved[count + ctx.kept :]))
-        gathered = x if call.saves else None
-        fused = call.engine != "generic"
-        if fused:
-            if gathered is not None:
-                grads = _with_zeros(call, grads, gathered, weights)
-            moved = [
-                needs_x and "reduce_scatter", any(needs_w) and gathered is None and "all_gather",
-            ]  # fmt: skip
-            record_backward("all_gather_matmul", call.engine, call.group, *filter(None, moved))
-        dgathered = grads[-1] if call.keep else None
-        dys = list(grads[: len(grads) - call.keep])
-        if fused:
-            dys = [
-                dy.contiguous() for dy in epilogues.activation_gradients(dys, kept, call.activation)
-            ]
-        given = GatherGradient(
-            x, weights, dys, dgathered, call.group, call.rows, needs_x, needs_w, gathered, call.told
-        )._replace(crossed=crossed)
-        if torch.is_grad_enabled() and call.activation is not None:
-            refuse_second_order(f"all_gather_matmul with activation={call.activation!r}")
-        if fused and not torch.is_grad_enabled():
-            dx, dws = OP.backward[call.engine](given)
-        else:
-            dx, dws = generic_backward(given, call.dim)
-        dbs = [
-            as_rows(dy).sum(0) if need and dy is not None else None
-            for dy, need in zip(dys, needs_b, strict=True)
-        ]
-        return (None, dx, *dws, *dbs)
+        if call.plan is None:
+            return _gather_gradients(ctx, grads)
+        key = (
+            call.plan, call.dim, call.returns, call.saves, call.activation, call.keep_sums,
+            call.scaling is None, *ctx.needs_input_grad,
+        )  # fmt: skip
+        given = *ctx.saved_tensors, *grads
+        return repeated_gradients(key, call.group, given, lambda: _gather_gradients(ctx, grads))
+
+
+def _gather_gradients(ctx: Any, grads: Sequence[Any]) -> tuple[torch.Tensor | None, ...]:
+    call: GatherCall = ctx.call
+    needs_x, *needs = ctx.needs_input_grad[1:]
+    count = len(needs) // 2
+    needs_w, needs_b = needs[:count], needs[count:]
+    x, *saved = ctx.saved_tensors
+    (x, *weights), kept = conjugated(x, *saved[:count]), saved[count : count + ctx.kept]
+    crossed = tuple(conjugated(*saved[count + ctx.kept :]))
+    gathered = x if call.saves else None
+    fused = call.engine != "generic"
+    if fused:
+        if gathered is not None:
+            grads = _with_zeros(call, grads, gathered, weights)
+        moved = [
+            needs_x and "reduce_scatter", any(needs_w) and gathered is None and "all_gather",
+        ]  # fmt: skip
+        record_backward("all_gather_matmul", call.engine, call.group, *filter(None, moved))
+    dgathered = grads[-1] if call.keep else None
+    dys = list(grads[: len(grads) - call.keep])
+    if fused:
+        dys = [dy.contiguous() for dy in epilogues.activation_gradients(dys, kept, call.activation)]
+    given = GatherGradient(
+        x, weights, dys, dgathered, call.group, call.rows, needs_x, needs_w, gathered, call.told
+    )._replace(crossed=crossed)
+    if torch.is_grad_enabled() and call.activation is not None:
+        refuse_second_order(f"all_gather_matmul with activation={call.activation!r}")
+    if fused and not torch.is_grad_enabled():
+        dx, dws = OP.backward[call.engine](given)
+    else:
+        dx, dws = generic_backward(given, call.dim)
+    dbs = [
+        as_rows(dy).sum(0) if need and dy is not None else None
+        for dy, need in zip(dys, needs_b, strict=True)
+    ]
+    return (None, dx, *dws, *dbs)
 
 
 def _run_engine(call: GatherCall, x: torch.Tensor, *operands: Any) -> Made:

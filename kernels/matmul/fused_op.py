@@ -23,6 +23,7 @@ from weft import settings
 from weft.collectives import Group, all_gather, movement, reduce_scatter, resolve
 from weft.collectives.device.launches import layouts_of
 from weft.collectives.memory.checks import check_call
+from weft.collectives.memory.repeatable import repeated_gradients
 from weft.collectives.profiled import profiler_enabled
 from weft.collectives.ranks.chunks import chunk_sizes
 from weft.collectives.ranks.flight import call_of
@@ -190,9 +191,14 @@ class SumFunction(FusedFunction):
     @outside_autocast
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: SumCall = ctx.call
-        x, w = conjugated(*ctx.saved_tensors)
         *needs, needs_residual = ctx.needs_input_grad[1:]
-        grads = call.op.gradients(call, x, w, dy, needs)
+        saved = ctx.saved_tensors
+
+        def made() -> Gradients:
+            return call.op.gradients(call, *conjugated(*saved), dy, needs)
+
+        key = call.plan, call.average, call.dtype, call.wire_dtype, call.scaling is None, *needs
+        grads = repeated_gradients(key, call.group, (*saved, dy), made)
         return None, *grads, dy if needs_residual else None
 
 
