@@ -131,9 +131,8 @@ class Routing:
     @classmethod
     def of_tensors(cls, tensors: Sequence[torch.Tensor], group: str, tp: int) -> Routing:
         """That of a graph."""
-        ids, tokens, experts, *arrays = tensors
-        named, told = cast(Any, group), (cast(Any, tokens), cast(Any, experts))
-        return cls(named, tp, ids, *told, *arrays)
+        named, ids, *arrays = cast(Any, [group, *tensors])
+        return cls(named, tp, ids, *arrays)
 
     def outside_graphs(self) -> Routing:
         """The same with a group and with numbers, if it comes from a graph."""
