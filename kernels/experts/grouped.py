@@ -40,9 +40,10 @@ def grouped_matmul(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torc
         )
     if not x.is_floating_point():
         raise ValueError(f"grouped_matmul takes floating-point numbers, got {x.dtype}")
-    if ends.shape != w.shape[:1]:
+    if ends.shape != w.shape[:1] or ends.is_floating_point():
         raise ValueError(
-            f"ends must hold one number for each of {len(w)} experts, got {tuple(ends.shape)}"
+            f"ends must hold an integer for each of {len(w)} experts, got {tuple(ends.shape)} "
+            f"{ends.dtype}"
         )
     if not on_cpu(x):
         return torch._grouped_mm(x, w, offs=ends)
@@ -90,10 +91,13 @@ class _GroupedMatmul(torch.autograd.Function):
         ctx.save_for_backward(x, w, ends)
         y = x.new_empty(len(x), w.shape[2])
         parts = slices(ends)
+        last = parts[-1].stop if parts else 0
+        if last > len(x) or any(part.stop < part.start for part in parts):
+            raise ValueError(f"ends must rise up to the {len(x)} rows, got {ends.tolist()}")
         for weight, part in zip(w, parts, strict=True):
             if part.stop > part.start:
                 mm(x[part], weight, out=y[part])
-        y[parts[-1].stop if parts else 0 :] = 0
+        y[last:] = 0
         return y
 
     @staticmethod

@@ -286,7 +286,8 @@ def rostered(
     low, high = -1, -1
     if _are_read(topk_ids) and topk_ids.numel():
         low, high = (int(end) for end in topk_ids.aminmax())
-    told = _told(group, (T, own, high if low >= -1 else low), (k, tp, capacity))
+    asked = {"k": k, "tensor_parallel_size": tp, "capacity": capacity, "num_experts": num_experts}
+    told = _told(group, (T, own, high if low >= -1 else low), tuple(asked.items()))
     tokens, experts, extremes = map(list, zip(*told, strict=True))
     if sizes is not None and list(sizes) != tokens:
         raise ValueError(f"sizes must be the tokens of every rank, {tokens}, got {list(sizes)}")
@@ -346,13 +347,15 @@ def check_sets(group: Group, tp: int) -> None:
         )
 
 
+_INTEGERS = torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8
+
+
 def check_tokens(topk_ids: torch.Tensor, x: torch.Tensor | None = None) -> None:
     """Raise ValueError unless topk_ids are experts of tokens, those of x."""
-    wrong = topk_ids.dtype.is_floating_point or topk_ids.dtype.is_complex
-    if topk_ids.ndim != 2 or topk_ids.shape[1] < 1 or wrong or topk_ids.dtype == torch.bool:
+    if topk_ids.ndim != 2 or topk_ids.shape[1] < 1 or topk_ids.dtype not in _INTEGERS:
         raise ValueError(
             f"topk_ids must be integers (T, k) with k >= 1, got {tuple(topk_ids.shape)} "
-            f"{topk_ids.dtype}"
+            f"{topk_ids.dtype}; of unsigned ones torch computes with uint8 alone"
         )
     if x is not None and (len(x), x.device) != (len(topk_ids), topk_ids.device):
         raise ValueError(
@@ -364,11 +367,12 @@ def check_tokens(topk_ids: torch.Tensor, x: torch.Tensor | None = None) -> None:
 def check_weights(topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> None:
     """Raise ValueError unless there is a float for each of topk_ids."""
     given, wanted = ((t.shape, t.device) for t in (topk_weights, topk_ids))
-    if given != wanted or not topk_weights.is_floating_point():
+    wide = topk_weights.is_floating_point() and topk_weights.element_size() > 1
+    if given != wanted or not wide:
         raise ValueError(
-            f"topk_weights must be floats {tuple(topk_ids.shape)} on {topk_ids.device}, one for "
-            f"each of topk_ids, got {tuple(topk_weights.shape)} {topk_weights.dtype} on "
-            f"{topk_weights.device}"
+            f"topk_weights must be floats of 16 bits or more {tuple(topk_ids.shape)} on "
+            f"{topk_ids.device}, one for each of topk_ids, got {tuple(topk_weights.shape)} "
+            f"{topk_weights.dtype} on {topk_weights.device}"
         )
 
 
@@ -378,7 +382,7 @@ def without_padding(weights: torch.Tensor | None, routing: Routing) -> torch.Ten
 
 
 def _told(
-    group: Group, mine: tuple[int, int, int], same: tuple[int | None, ...]
+    group: Group, mine: tuple[int, int, int], same: tuple[tuple[str, int | None], ...]
 ) -> list[tuple[int, int, int]]:
     """Every rank's tokens, experts, and largest id, or smallest if that is below -1."""
     tokens, experts, extreme = mine

@@ -55,6 +55,8 @@ def topk_router(
             f"groups must divide the {E} experts, and hold top_groups, got {groups=} and "
             f"{top_groups=}"
         )
+    if bias is not None and bias.shape != (E,):
+        raise ValueError(f"bias must be ({E},), one for each expert, got {tuple(bias.shape)}")
     if not 1 <= k <= E // groups * chosen_groups:
         raise ValueError(
             f"k must be 1 to {E // groups * chosen_groups}, the experts that a token may go to, "

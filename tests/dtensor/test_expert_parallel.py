@@ -350,5 +350,5 @@ def test_what_is_no_stack_of_experts() -> None:
     module = parallelize_module(RoutedExperts(4, torch.float32), world(), ExpertParallel())
     with pytest.raises(TypeError, match="got 1 arguments"):
         module(torch.randn(3, H))
-    with pytest.raises(ValueError, match=r"topk_weights must be floats \(3, 2\).*got \(3, 1\)"):
+    with pytest.raises(ValueError, match=r"topk_weights must be floats .*\(3, 2\).*got \(3, 1\)"):
         module(torch.randn(3, H), torch.zeros(3, 2, dtype=torch.long), torch.ones(3, 1))

@@ -233,11 +233,13 @@ def test_misuse_is_an_error_on_every_rank(engine: weft.settings.Engine) -> None:
         (r"x must be tokens \(\*, 10\)", (x[:, 1:], ids, weights)),
         (r"for the tokens of x \(4, 10\).*got \(3, 2\)", (x, ids[1:], weights[1:])),
         (r"topk_ids must be \(\*, k\)", (x, ids[:, :0], weights[:, :0])),
-        (r"topk_weights must be floats \(4, 2\)", (x, ids, weights[:, :1])),
+        (r"topk_weights must be floats .* \(4, 2\)", (x, ids, weights[:, :1])),
         (r"topk_weights must be floats", (x, ids, ids)),
-        (r"must be floats \(4, 2\) on cpu.*on meta$", (x, ids, weights.to("meta"))),
+        (r"must be floats .* \(4, 2\) on cpu.*on meta$", (x, ids, weights.to("meta"))),
         (r"topk_ids must be integers", (x, weights, weights)),
         (r"topk_ids must be integers", (x, ids > 0, weights)),
+        (r"topk_ids must be integers.*uint16; ", (x, ids.to(torch.uint16), weights)),
+        (r"floats of 16 bits or more", (x, ids, weights.to(torch.float8_e4m3fn))),
         (r"w must be torch\.float64 on cpu, like x", (x.double(), ids, weights)),
         # Of one rank, on every rank.
         (r"between 0 and 4.*got 5 on rank 1$", (x, ids + rank, weights)),
@@ -283,8 +285,10 @@ def test_misuse_is_an_error_on_every_rank(engine: weft.settings.Engine) -> None:
     for check in ("0", "1"):
         with patch.dict(os.environ, WEFT_CHECK=check), weft.engine(engine):
             k = 1 + rank
-            with pytest.raises(weft.MismatchError, match=r"\bk 1|1, 1.*\b2, 1"):
+            with pytest.raises(weft.MismatchError, match=r"\bk 1\b.*\bk 2\b"):
                 layer(x + rank, ids[:, :k], weights[:, :k])
+            with pytest.raises(weft.MismatchError, match=r"num_experts 5\b.*num_experts 6\b"):
+                weft.kernels.route(ids, 5 + rank)  # of which both have 3 here
             with pytest.raises(weft.MismatchError, match=r"float32.*bfloat16|bfloat16.*float32"):
                 dtype = torch.bfloat16 if rank else torch.float32
                 weft.dispatch_grouped_matmul(x.to(dtype), ids, layer.up_proj.mT.to(dtype))
@@ -583,6 +587,16 @@ def test_what_cannot_be_made_parallel_is_refused() -> None:
             call()
 
 
+def test_ends_of_experts_must_be_those_of_the_rows() -> None:
+    x, w = torch.ones(4, 2), torch.ones(2, 2, 3)
+    for ends in ([2, 9], [3, 1]):
+        with pytest.raises(ValueError, match=rf"rise up to the 4 rows, got \[{ends[0]}, {ends[1]}"):
+            weft.kernels.grouped_matmul(x, w, torch.tensor(ends))
+    for wrong in (torch.tensor([1.0, 2.0]), torch.tensor([4])):
+        with pytest.raises(ValueError, match="ends must hold an integer for each of 2 experts"):
+            weft.kernels.grouped_matmul(x, w, wrong)
+
+
 def routed_by_hand(logits: list[float], k: int, bias: list[float], groups: int, top: int) -> Any:
     """DeepSeek's rule for one token, in plain numbers."""
     scores = [1 / (1 + math.exp(-x)) for x in logits]
@@ -617,7 +631,8 @@ def test_the_router_chooses_as_models_do() -> None:
     x = logits[:4].requires_grad_()
     assert torch.autograd.gradcheck(lambda x: weft.topk_router(x, 3, scoring="sigmoid")[1], x)
     wrong: list[dict[str, Any]] = [{"k": 13}, {"k": 0}, {"k": 4, "groups": 4, "top_groups": 1}]
-    for options in (*wrong, {"k": 1, "groups": 5}, {"k": 1, "scoring": "relu"}):
+    wrong += [{"k": 1, "groups": 5}, {"k": 1, "scoring": "relu"}, {"k": 1, "bias": bias[:11]}]
+    for options in wrong:
         with pytest.raises(ValueError, match="must"):
             weft.topk_router(logits, **options)
 
