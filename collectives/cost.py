@@ -398,21 +398,23 @@ def _with_wire(
         parts = [torch.empty_like(part) for _ in range(group.world_size)]
         dist.all_gather(parts, part, group=pg)
 
-    def affordable(call: Callable[[int], object], enough_us: float) -> int:
-        """Bytes of which `call` takes so long on any rank, or `nbytes`."""
+    def affordable(call: Callable[[int], object], enough_us: float) -> tuple[int, float]:
+        """Bytes of which `call` takes so long on any rank, or `nbytes`; and what it takes here."""
         sent = _LEAST_BYTES
-        while sent < nbytes:
-            us = torch.tensor(timed(partial(call, sent), 1), device=device)
-            dist.all_reduce(us, dist.ReduceOp.MAX, group=pg)
-            if float(us) > enough_us:
-                break
+        while True:
+            us = timed(partial(call, sent), 1)
+            most = torch.tensor(us, device=device)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=pg)
+            if sent >= nbytes or float(most) > enough_us:
+                return sent, min(us, timed(partial(call, sent), 1))
             sent *= 4
-        return sent
 
     # Networks may be slow, and the first call waits for all of it.
     wire_us = timed(lambda: gather(source[:64]), *((3, 4) if several else (5, 8)))
-    sent = affordable(lambda n: gather(source[:n]), _ENOUGH_US) if several else nbytes
-    whole_us = timed(lambda: gather(source[:sent]), 3, 2)
+    if several:
+        sent, whole_us = affordable(lambda n: gather(source[:n]), _ENOUGH_US)
+    else:
+        sent, whole_us = nbytes, timed(lambda: gather(source), 3, 2)
     wire = sent * (group.world_size - 1) / max(whole_us - wire_us, 1.0)
     rates = replace(rates, wire=wire, wire_us=wire_us)
     if several:
@@ -431,7 +433,7 @@ def _with_hosts(
     group: Group,
     pg: Any,
     source: torch.Tensor,
-    affordable: Callable[[Callable[[int], object], float], int],
+    affordable: Callable[[Callable[[int], object], float], tuple[int, float]],
     timed: Callable[..., float],
 ) -> Machine:
     """With what crosses: all ranks hear from one other host at a time."""
@@ -445,8 +447,9 @@ def _with_hosts(
 
     H, us = len(group.hosts), timed(lambda: shift(1, 64), 3, 4)
     # Of many hosts there are many pairs.
-    sent = affordable(lambda n: shift(1, n), max(_ENOUGH_US / (H - 1), _ENOUGH_US / 10))
-    heard = [sent / max(timed(lambda s=s: shift(s, sent), 2) - us, 1.0) for s in range(1, H)]
+    sent, *took = affordable(lambda n: shift(1, n), max(_ENOUGH_US / (H - 1), _ENOUGH_US / 10))
+    took += [timed(lambda s=s: shift(s, sent), 2) for s in range(2, H)]
+    heard = [sent / max(each - us, 1.0) for each in took]
     told = group.gather_objects((heard, us, rates.copy, rates.sync_us), "rates between hosts")
     between = [[0.0] * H for _ in range(H)]
     for to, ranks in enumerate(group.hosts):
