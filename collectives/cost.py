@@ -334,7 +334,7 @@ def _measure(group: Group, device: torch.device) -> Machine:
 
     if inside := _inside.pop((group, device.type), None):
         flops, copy, sync_us = inside
-        return _with_wire(Machine(flops, copy, sync_us, 0.0, 0.0), group, device, timed)
+        return _with_wire(Machine(flops, copy, sync_us, 0.0, 0.0), group, device, timed, brief=True)
     flops = {str(dtype): matmul_rate(dtype, device) for dtype in (torch.float32, torch.bfloat16)}
     if device.type == "cuda":
         flops[str(torch.float16)] = flops[str(torch.bfloat16)]
@@ -383,9 +383,17 @@ kept_by_group.append(_inside)
 
 
 def _with_wire(
-    rates: Machine, group: Group, device: torch.device, timed: Callable[..., float]
+    rates: Machine,
+    group: Group,
+    device: torch.device,
+    timed: Callable[..., float],
+    brief: bool = False,
 ) -> Machine:
-    """With those of the process group, and of what crosses between hosts."""
+    """With those of the process group, and of what crosses between hosts.
+
+    Args:
+        brief: whether a first call has measured enough before.
+    """
     nbytes, several = _COPY_BYTES[device.type], in_two_levels(group)
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
     # Threads of asynchronous saves may call collectives of the user's own group meanwhile.
@@ -407,14 +415,15 @@ def _with_wire(
             dist.all_reduce(most, dist.ReduceOp.MAX, group=pg)
             if sent >= nbytes or float(most) > enough_us:
                 return sent, min(us, timed(partial(call, sent), 1))
-            sent *= 4
+            sent *= 2
 
     # Networks may be slow, and the first call waits for all of it.
-    wire_us = timed(lambda: gather(source[:64]), *((3, 4) if several else (5, 8)))
+    wire_us = timed(lambda: gather(source[:64]), *((3, 4) if several or brief else (5, 8)))
     if several:
         sent, whole_us = affordable(lambda n: gather(source[:n]), _ENOUGH_US)
     else:
-        sent, whole_us = nbytes, timed(lambda: gather(source), 3, 2)
+        sent = nbytes // 4 if brief else nbytes
+        whole_us = timed(lambda: gather(source[:sent]), *((2, 1) if brief else (3, 2)))
     wire = sent * (group.world_size - 1) / max(whole_us - wire_us, 1.0)
     rates = replace(rates, wire=wire, wire_us=wire_us)
     if several:
