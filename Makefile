@@ -19,7 +19,7 @@ demo: .venv/.installed  ## train a small Llama on two ranks, beside one process
 test: .venv/.installed  ## the tests, 13 minutes on two cores
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not slow and not sweep and not gpu'
 
-test-slow: .venv/.installed  ## those of ten seconds and more, 6 minutes; CI runs them too
+test-slow: .venv/.installed  ## those of five seconds and more, 20 minutes; CI runs them too
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'slow and not sweep and not gpu'
 
 test-fast: .venv/.installed  ## some tests of every room, two minutes on two quiet cores

@@ -60,6 +60,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("world_size", mark.args)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What a test marked `slow_where(engine="triton", W=[3, 4])` is given decides if it is slow."""
+    for item in items:
+        for mark in item.iter_markers("slow_where"):
+            assert isinstance(item, pytest.Function)
+            told = item.callspec.params
+            every = ((told[name], some) for name, some in mark.kwargs.items())
+            if all(one in some if isinstance(some, list) else one == some for one, some in every):
+                item.add_marker(pytest.mark.slow)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """All of a test marked `ranks` runs on every rank; without numbers, `world_size` or `mesh` is

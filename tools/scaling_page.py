@@ -21,8 +21,7 @@ from weft.bench import shapes
 from weft.bench.blocks.virtual import call, layer_timeline, share_of, timeline_of
 from weft.bench.published.predict import prediction_of
 from weft.bench.published.rows import SHIPPED, op_words, read_rows
-from weft.bench.rows import Result
-from weft.collectives.prices.hardware import PRESETS, named
+from weft.collectives.prices.hardware import named
 from weft.sim import H100, Hardware, Timeline
 
 # By the names that the page has for them.
@@ -193,36 +192,6 @@ def _with_stores(timeline: Timeline, hardware: Hardware, rate: float) -> float:
     return timeline.on(replace(hardware, core_link_bandwidth=rate * 1e9)).makespan_us
 
 
-def own_measurements(results: Path) -> list[tuple[str, float, float]]:
-    """(what, measured us, modelled us) of what `make gpu` has measured on the chip of a preset.
-
-    Args:
-        results: the folder to which it writes. A rank had a GPU.
-    """
-    rows = []
-    for path in sorted(results.glob("*.json")):
-        for name, hardware in PRESETS.items():
-            if name in path.stem.split("-"):  # as in nvidia-h100-80gb-hbm3
-                rows += _own_measurements(Result.read(path), hardware)
-    return rows
-
-
-def _own_measurements(result: Result, hardware: Hardware) -> list[tuple[str, float, float]]:
-    rows = []
-    gpus = min(len(result.environment["gpus"]), hardware.ranks)
-    for case in result.cases:
-        p = case.params
-        if case.suite != "ops" or p["ranks"] > gpus or p["dtype"] != "bfloat16":
-            continue
-        M, N, K = share_of(p["op"], p["M"], p["N"], p["K"], p["ranks"])
-        for engine in _ENGINES:
-            if engine in case.timed:
-                model = timeline_of(p["op"], M, N, K, p["ranks"], hardware, engine)
-                what = f"{p['op']} {M} x {N} x {K}, {engine}, {p['ranks']} x {hardware.name}"
-                rows.append((what, case.timed[engine].us, model.makespan_us))
-    return rows
-
-
 def read_times(path: Path) -> list[EngineTimes]:
     """The rows of a file; empty if it does not exist."""
     return [EngineTimes(**row) for row in json.loads(path.read_text())] if path.exists() else []
@@ -285,9 +254,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         stores.write_text(json.dumps(by_stores(), indent=1) + "\n")
     rows = [row for row in ordered(kept.values()) if row.ranks == args.ranks]
     if args.page:
-        others, own = others_measured(rows), own_measurements(args.keep.parent)
         slower = json.loads(stores.read_text()) if stores.exists() else []
-        scaling_tables.write_tables(args.page, rows, slower, others, own)
+        scaling_tables.write_tables(args.page, rows, slower, others_measured(rows))
         pictured = [row for row in rows if row.hardware == machines[0].name]
         scaling_plot.draw_scaling(pictured, args.page.with_suffix(".svg"))
     else:

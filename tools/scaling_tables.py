@@ -166,15 +166,6 @@ def _true_runs(flags: Sequence[bool]) -> list[tuple[int, int]]:
     return runs
 
 
-def errors(measured: Sequence[tuple[str, float, float]]) -> str:
-    """The model beside measurements, as Markdown."""
-    rows = [
-        (what, _us_cell(real), _us_cell(modelled), f"{modelled / real - 1:+.0%}")
-        for what, real, modelled in measured
-    ]
-    return "\n".join(markdown_lines(("what", "measured us", "modelled us", "error"), rows))
-
-
 class Measured(NamedTuple):
     """A published figure of a problem on the page, and the model's time in us."""
 
@@ -222,15 +213,12 @@ def write_tables(
     rows: Sequence[EngineTimes],
     slower: Sequence[dict[str, Any]],
     others: Sequence[Measured],
-    own: Sequence[tuple[str, float, float]],
 ) -> None:
     """Put tables and errors between the page's marks."""
     inner = f"{tables_by_hardware(rows)}\n"
     if slower:
         inner += f"### If a core stored more slowly over links\n\n{slower_stores(slower)}\n\n"
     inner += f"### The same problems, measured by others\n\n{beside_others(others)}"
-    if own:
-        inner += f"\n\n### The model beside own measurements\n\n{errors(own)}"
     text = between_marks(path.read_text(), "overlap", overlap_table(rows))
     path.write_text(between_marks(text, "scaling", inner))
 

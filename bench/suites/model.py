@@ -25,8 +25,18 @@ _MAIN, _PEER = "weft", "torch DTensor"
 
 def cases(options: Options) -> list[Spec]:
     """One case: a shape of weft demo."""
+    sizes, params = demo_sizes(NAME, options)
+    return [Spec(f"Llama {sizes}", params)]
+
+
+def demo_sizes(suite: str, options: Options) -> tuple[str, dict[str, Any]]:
+    """The shape of weft demo's Llama and its batch for so many ranks, in words and as params.
+
+    Raises:
+        ValueError: shapes are given.
+    """
     if options.shapes:
-        raise ValueError(f"{NAME} takes no --shapes: it is weft demo's Llama, cut for --ranks")
+        raise ValueError(f"{suite} takes no --shapes: it is of weft demo's Llama, cut for --ranks")
     W = options.ranks
     kv_heads = W * max(1, 4 // W)  # each rank takes whole groups of heads
     heads = 2 * kv_heads
@@ -35,12 +45,25 @@ def cases(options: Options) -> list[Spec]:
     else:
         shape, batch = LlamaShape(32 * heads, 4, heads, kv_heads, 176 * kv_heads, 64 * W), 4 * W
     shape.check(W)
-    return [
-        Spec(
-            f"Llama {shape.layers} layers of {shape.d_model}, {batch} x {shape.seq_len}",
-            {"shape": shape.__dict__, "batch": batch, "dtype": options.dtype_name},
-        )
-    ]
+    sizes = f"{shape.layers} layers of {shape.d_model}, {batch} x {shape.seq_len}"
+    return sizes, {"shape": shape.__dict__, "batch": batch, "dtype": options.dtype_name}
+
+
+def seeded_llama(shape: LlamaShape, dtype: torch.dtype, device: str) -> Llama:
+    """The same on every rank; the rotations of RoPE stay complex fp32."""
+    torch.manual_seed(0)
+    made = Llama(shape)
+    for parameter in made.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return made.to(device)
+
+
+def demo_tokens(spec: Spec, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch and what is to be predicted of it."""
+    text = standard_library()
+    made = text.batch(0, spec.params["batch"], spec.params["shape"]["seq_len"], seed=0)
+    tokens, targets = (t.to(options.device) for t in made)
+    return tokens, targets
 
 
 def prepare(spec: Spec, options: Options) -> Prepared:
@@ -51,18 +74,11 @@ def prepare(spec: Spec, options: Options) -> Prepared:
     import weft.dtensor as weft_tensor
     import weft.dtensor.parallel as weft_parallel
 
-    shape, batch = LlamaShape(**spec.params["shape"]), spec.params["batch"]
-    mesh = mesh_of_ranks(options.device)
-    tokens, targets = standard_library().batch(0, batch, shape.seq_len, seed=0)
-    tokens, targets = tokens.to(options.device), targets.to(options.device)
+    shape, mesh = LlamaShape(**spec.params["shape"]), mesh_of_ranks(options.device)
+    tokens, targets = demo_tokens(spec, options)
 
     def model(dtype: torch.dtype) -> Llama:
-        torch.manual_seed(0)
-        # The angles of RoPE stay complex fp32: module.to(dtype) would make them real.
-        made = Llama(shape).to(options.device)
-        for parameter in made.parameters():
-            parameter.data = parameter.data.to(dtype)
-        return made
+        return seeded_llama(shape, dtype, options.device)
 
     def parallelized(api: Any, styles: Any) -> Call:
         made = model(options.dtype)
@@ -73,7 +89,7 @@ def prepare(spec: Spec, options: Options) -> Prepared:
         )
         return _demo_stepper(made, inputs, wanted)
 
-    share = batch // dist.get_world_size()
+    share = spec.params["batch"] // dist.get_world_size()
     return Prepared(
         {
             _MAIN: parallelized(weft_tensor, weft_parallel),

@@ -22,8 +22,8 @@ from torch import nn
 from weft.bench.blocks.tensor_parallel import mesh_of_ranks
 from weft.bench.problem import Call, Options, Prepared, Spec, arrived
 from weft.bench.rows import Case
-from weft.demo.data import standard_library
-from weft.demo.model import Llama, LlamaShape
+from weft.bench.suites.model import demo_sizes, demo_tokens, seeded_llama
+from weft.demo.model import Block, LlamaShape
 
 NAME = "plan"
 WORLD: Literal["ranks", "one"] = "ranks"
@@ -33,17 +33,7 @@ _MAIN, _PEER, _EXPERTS = "plan", "torch default", 4
 
 def cases(options: Options) -> list[Spec]:
     """Two models of one shape."""
-    if options.shapes:
-        raise ValueError(f"{NAME} takes no --shapes: it is weft demo's Llama, and one with experts")
-    W = options.ranks
-    kv_heads = W * max(1, 4 // W)
-    heads = 2 * kv_heads
-    if options.quick:
-        shape, batch = LlamaShape(8 * heads, 1, heads, kv_heads, 8 * kv_heads, 8 * W), 2 * W
-    else:
-        shape, batch = LlamaShape(32 * heads, 4, heads, kv_heads, 176 * kv_heads, 64 * W), 4 * W
-    sizes = f"{shape.layers} layers of {shape.d_model}, {batch} x {shape.seq_len}"
-    params = {"shape": shape.__dict__, "batch": batch, "dtype": options.dtype_name}
+    sizes, params = demo_sizes(NAME, options)
     return [
         Spec(f"{name} {sizes}", params | {"experts": experts})
         for name, experts in (("Llama", 0), ("Mixtral", _EXPERTS))
@@ -53,10 +43,10 @@ def cases(options: Options) -> list[Spec]:
 class _Experts(nn.Module):
     """Feed-forward layers, each token's results weighted by its two best."""
 
-    def __init__(self, ffns: list[nn.Module], width: int) -> None:
+    def __init__(self, ffns: nn.ModuleList, width: int) -> None:
         super().__init__()
         self.router = nn.Linear(width, len(ffns), bias=False)
-        self.ffns = nn.ModuleList(ffns)
+        self.ffns = ffns
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         best, index = self.router(x).topk(2, dim=-1)
@@ -73,10 +63,8 @@ def prepare(spec: Spec, options: Options) -> Prepared:
     """The step of each variant on this rank."""
     from weft.dtensor import Plan, plan
 
-    shape, batch = LlamaShape(**spec.params["shape"]), spec.params["batch"]
-    tokens, targets = standard_library().batch(0, batch, shape.seq_len, seed=0)
-    tokens, targets = tokens.to(options.device), targets.to(options.device)
-    whole = _seeded_llama(shape, spec.params["experts"], options.dtype, options.device)
+    tokens, targets = demo_tokens(spec, options)
+    whole = _model(spec, options.dtype, options.device)
     found = plan(whole, mesh_of_ranks(options.device), tokens)
     rank, W = dist.get_rank(), dist.get_world_size()
 
@@ -86,8 +74,8 @@ def prepare(spec: Spec, options: Options) -> Prepared:
         return _plan_stepper(each.apply(copy.deepcopy(whole)), *own, average=parts > 1)
 
     by_hand = {name: each for name, each in found.beside.items() if isinstance(each, Plan)}
-    share = batch // W
-    oracle = _seeded_llama(shape, spec.params["experts"], torch.float32, options.device)
+    share = len(tokens) // W
+    oracle = _model(spec, torch.float32, options.device)
     alone = _plan_stepper(copy.deepcopy(whole), tokens[:share], targets[:share], average=False)
     return Prepared(
         {name: applied(each) for name, each in {_MAIN: found, **by_hand}.items()},
@@ -123,16 +111,14 @@ def plan_verdict(cases: Sequence[Case]) -> str:
     return f"the plan takes {'; '.join(told)}. Wanted {WANTED:.2f} of the best by hand: {said}."
 
 
-def _seeded_llama(shape: LlamaShape, experts: int, dtype: torch.dtype, device: str) -> nn.Module:
-    torch.manual_seed(0)
-    made: Any = Llama(shape)
-    for block in made.blocks if experts else ():
-        ffns = [copy.deepcopy(block.ffn) for _ in range(experts)]
-        block.ffn = _Experts(ffns, shape.d_model)
-    for parameter in made.parameters():  # rotations stay complex fp32
-        parameter.data = parameter.data.to(dtype)
-    whole: nn.Module = made.to(device)
-    return whole
+def _model(spec: Spec, dtype: torch.dtype, device: str) -> nn.Module:
+    shape, experts = LlamaShape(**spec.params["shape"]), spec.params["experts"]
+    made = seeded_llama(shape, dtype, device)
+    for block in made.modules():
+        if experts and isinstance(block, Block):
+            ffns = nn.ModuleList(copy.deepcopy(block.get_submodule("ffn")) for _ in range(experts))
+            block.set_submodule("ffn", _Experts(ffns, shape.d_model).to(device, dtype))
+    return made
 
 
 def _plan_stepper(

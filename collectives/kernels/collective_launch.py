@@ -125,10 +125,11 @@ def windows(
         widest: elements of the largest piece in one shot.
     """
     slots = 2 if config.two_shot else world_size
-    most = max(1, (_MOST_ROOM // slots - 2 * world_size * _SLOT_ALIGN) // itemsize)
-    count = -(-widest // most)
-    edges = [widest * i // count // _SLOT_ALIGN * _SLOT_ALIGN for i in range(count)] + [widest]
-    return list(pairwise(edges)) if widest else []
+    room = (_MOST_ROOM // slots - 2 * world_size * _SLOT_ALIGN) // itemsize
+    most = max(1, room // _SLOT_ALIGN) * _SLOT_ALIGN
+    part = -(-widest // max(1, -(-widest // most)))
+    step = -(-part // _SLOT_ALIGN) * _SLOT_ALIGN
+    return list(pairwise([*range(0, widest, max(1, step)), widest]))
 
 
 def piece_room(nbytes: int) -> int:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
+import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.kernels.compile.aot_cases import Launch
@@ -333,6 +334,7 @@ def text(reports: Sequence[LoopReport]) -> str:
 
 
 def with_table(page: str, reports: Sequence[LoopReport]) -> str:
-    """A page of Markdown with the reports as the table between its marks."""
+    """A page of Markdown with the reports as the table of this Triton between its marks."""
     table = markdown_lines(_COLUMNS, [*map(cells, reports)], texts=2)
-    return between_marks(page, "loops", "\n".join(table))
+    version = ".".join(triton.__version__.split(".")[:2])
+    return between_marks(page, f"loops, Triton {version}", "\n".join(table))

@@ -1,19 +1,16 @@
-"""The scaling page: rows from small runs, kept and taken up again, and the model's error."""
+"""The scaling page: rows from small runs, kept and taken up again, beside others' figures."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-import torch
 from needs import needs_interpreter
 
 from tools import scaling_page, scaling_tables
-from weft.bench.problem import Options
 from weft.bench.report import plots
 from weft.bench.rows import Case, Result, Timing
 from weft.bench.shapes import Model
-from weft.bench.suites import ops
 from weft.collectives.prices.hardware import H100
 
 pytestmark = needs_interpreter
@@ -63,29 +60,6 @@ def test_the_best_library_has_the_chip_that_the_kernel_has() -> None:
     # Two waves of half tiles at all that is sustained, 8 MiB by the switch at 0.6 of its port.
     assert by == "NVLS"
     assert us == pytest.approx(81.3, abs=0.1)
-
-
-def test_what_was_measured_on_gpus_is_beside_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In files as `make gpu` writes them; sizes in the suite "ops" are those of the layer."""
-    options = Options(dtype=torch.bfloat16, shapes=((4096, 14336, 4096),))
-    spec = next(s for s in ops.cases(options) if s.params["op"] == "all_gather_matmul")
-
-    def measured(ranks: int) -> Case:
-        times = {name: Timing([200.0], [200.0, 210.0]) for name in (*ops.ENGINES, "torch")}
-        name = f"{spec.name}, {ranks} ranks"
-        return Case(ops.NAME, name, {**spec.params, "ranks": ranks}, times)
-
-    cases = [measured(8), measured(16), Case("matmul", "one process", {"M": 8, "ranks": 1})]
-    slug = "nvidia-h100-80gb-hbm3"
-    Result("gpu", {"gpus": [{}] * 8}, cases).write(tmp_path / f"{slug}.json")
-    Result("gpu", {"gpus": [{}] * 8}, cases).write(tmp_path / "nvidia-gb200.json")
-    rows = scaling_page.own_measurements(tmp_path)
-    assert [(what, us) for what, us, _ in rows] == [
-        (f"all_gather_matmul 4096 x 1792 x 4096, {engine}, 8 x H100", 210.0)
-        for engine in ("triton", "host", "generic")
-    ]
 
 
 def test_the_choice_is_told_without_a_run() -> None:

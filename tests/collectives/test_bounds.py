@@ -95,6 +95,7 @@ def several_hosts_body() -> None:
         met("done", 3)
 
 
+@pytest.mark.slow
 def test_an_absent_rank_is_named_on_several_hosts(own_ranks: Any) -> None:
     own_ranks(3).run(several_hosts_body, timeout_s=90)
 
@@ -133,6 +134,7 @@ def saves_body(folder: str, victim_dies: bool) -> str:
     return "held"
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_away_from_a_save_is_named(own_ranks: Any, tmp_path: Path) -> None:
     replies = own_ranks(3).run(saves_body, str(tmp_path), False, timeout_s=90)
     assert replies == ["held"] * 3

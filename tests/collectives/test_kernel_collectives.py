@@ -211,7 +211,23 @@ def test_kernels_are_chosen_by_price(op: protocols.Collective, chip: str, W: int
     assert taken[0]
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("W", [2, 3, 8])
+@pytest.mark.parametrize("op", ["all_gather", "all_reduce"])
+@pytest.mark.parametrize("itemsize", [1, 8, 16])
+def test_no_window_needs_more_than_the_room(
+    op: protocols.Collective, W: int, itemsize: int
+) -> None:
+    config = collective_launch.collective_config(op, 1 << 30, W, on_gpus=True)
+    room = (128 << 20) // (2 if config.two_shot else W) // itemsize
+    for widest in (0, 1, 17, *range(3 * room - 3000, 3 * room)):
+        parts = collective_launch.windows(widest, itemsize, W, config)
+        assert [0, *(stop for _, stop in parts)] == [*(start for start, _ in parts), widest]
+        for start, stop in parts:
+            nbytes = (stop - start) * itemsize
+            assert 0 < collective_launch.workspace_bytes(nbytes, W, config) <= 128 << 20
+
+
+@pytest.mark.ranks(2, pytest.param(3, marks=pytest.mark.slow))
 def test_large_ones_go_in_windows() -> None:
     """Which need no more workspace; pieces end inside of windows, or before they begin."""
     rank, W = dist.get_rank(), dist.get_world_size()
@@ -263,6 +279,7 @@ def test_the_switch_is_offered_where_it_may_add_up() -> None:
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("dtype", multimem.DTYPES)
+@pytest.mark.slow_where(dtype=[torch.float32, torch.float16])
 def test_collectives_by_the_switch(dtype: torch.dtype) -> None:
     """Every rank's memory stands for it; uneven and empty pieces, addresses that differ."""
     rank, W = dist.get_rank(), dist.get_world_size()

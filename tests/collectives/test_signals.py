@@ -393,6 +393,7 @@ def assembly(arch: str) -> str:
     return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.slow
 def test_amds_clock_has_come_before_it_is_read():
     text = assembly("gfx942")
     clocks = re.findall(r"s_memrealtime.*\n\s*(.*)", text)

@@ -41,7 +41,7 @@ def all_bodies(layout: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", ["ABAA", *(pytest.param(each, marks=pytest.mark.slow) for each in ("AABB", "AB"))]
+    "layout", ["AB", *(pytest.param(each, marks=pytest.mark.slow) for each in ("ABAA", "AABB"))]
 )
 def test_collectives(ranks: Any, layout: str) -> None:
     ranks(len(layout), all_bodies, layout)

@@ -177,7 +177,7 @@ def test_an_interrupted_call_is_told_to_peers(gpu: Gpu) -> None:
     assert pad.status_in(int(ws.buffer.status_of(0))) == (pad.FAILED, 0, 0, 0)
 
 
-@pytest.mark.parametrize("capturing", [False, True])
+@pytest.mark.parametrize("capturing", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_memory_lives_on_where_a_graph_was_captured(gpu: Gpu, capturing: bool) -> None:
     ws = on_gpu(1)
     gpu.captured = {"first"} if capturing else set()

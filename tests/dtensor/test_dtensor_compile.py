@@ -202,7 +202,6 @@ def test_column_then_row(backend: str) -> None:
 @pytest.mark.parametrize(
     ("backend", "selective"),
     [
-        ("aot_eager", False),
         ("aot_eager", True),
         pytest.param("inductor", False, marks=pytest.mark.slow),
     ],

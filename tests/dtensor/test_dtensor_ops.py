@@ -365,7 +365,7 @@ def run_family(family: str, mesh_shape: tuple[int, ...], limit: int, seed: int =
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family(family: str, mesh: tuple[int, ...]) -> None:
-    run_family(family, mesh, 7 if len(mesh) == 1 else 4)
+    run_family(family, mesh, 4)
 
 
 @pytest.mark.ranks(2)

@@ -262,7 +262,7 @@ versions = [
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("mesh", [(2,), (3,), (2, 2)], ids=str)
+@pytest.mark.parametrize("mesh", [(3,), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("by_row", [pytest.param(False, id="one scale"), scales_of_rows])
 @pytest.mark.parametrize("scaled_mm", versions)
 def test_matmuls_of_scaled_fp8(scaled_mm: Any, by_row: bool, mesh: tuple[int, ...]) -> None:

@@ -50,7 +50,7 @@ OPS: dict[str, Callable[[Any], Any]] = {
         ((2,), [Shard(0)]),
         ((3,), [Shard(1)]),
         ((4,), [Replicate()]),
-        ((2, 2), [Shard(0), Shard(0)]),
+        pytest.param((2, 2), [Shard(0), Shard(0)], marks=pytest.mark.slow),
         ((2, 2), [Shard(1), Shard(0)]),
     ],
     ids=str,

@@ -125,9 +125,9 @@ def test_less_memory_takes_more_time() -> None:
 
 
 def test_equal_layers_are_solved_once() -> None:
-    few, many = (recorded(models.llama(n), (TOKENS,)) for n in (3, 12))
+    few, many = (recorded(models.llama(n), (TOKENS,)) for n in (3, 5))
     kinds = [{segment.signature for segment in graph.segments} for graph in (few, many)]
-    assert len(kinds[0]) == len(kinds[1]) and len(many.segments) == len(few.segments) + 9 * 2
+    assert len(kinds[0]) == len(kinds[1]) and len(many.segments) == len(few.segments) + 2 * 2
 
 
 def test_units_of_memory() -> None:
@@ -262,7 +262,10 @@ def check(found: Plan, model: nn.Module, x: Tensor, name: str) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] if n == "mixtral" else []) for n in MODELS],
+)
 def test_applied_plans_are_one_process(name: str) -> None:
     make, x = MODELS[name]
     model, mesh = make(), init_device_mesh("cpu", (dist.get_world_size(),))

@@ -51,6 +51,7 @@ def same_everywhere(*results: torch.Tensor) -> None:
 
 @pytest.mark.ranks(2, pytest.param(3, marks=pytest.mark.slow))
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow_where(engine="triton")
 def test_results_and_gradients(engine: Any) -> None:
     with weft.engine(engine):
         for case in CASES.values():
@@ -243,9 +244,8 @@ def by_words(T: int, H: int, dtype: torch.dtype, one_shot: bool, part: int = 16)
 
 
 @needs_interpreter
-@pytest.mark.ranks(
-    1, 2, pytest.param(3, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.sweep)
-)
+@pytest.mark.slow
+@pytest.mark.ranks(1, 2, 3, pytest.param(8, marks=pytest.mark.sweep))
 def test_words_have_the_bits_of_signalled_rows() -> None:
     """In one shot and in two, all dtypes, rows that are odd, few, and in parts; a late rank."""
     rank, W = dist.get_rank(), dist.get_world_size()
@@ -283,7 +283,7 @@ def test_words_have_the_bits_of_signalled_rows() -> None:
 
 @needs_interpreter
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("one_shot", [True, False])
+@pytest.mark.parametrize("one_shot", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_flags_of_words_come_again(one_shot: bool) -> None:
     """Across the 2^32th call; and in the last calls of every 2^31 all words are stored anew."""
     rank, T, H = dist.get_rank(), 3, 37

@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import triton
 
 from weft.kernels.compile.aot_loop import instructions, report, step, with_table, work_of_step
 from weft.kernels.engine.chips import known
@@ -126,7 +128,8 @@ def test_amd_assembly_is_read():
 
 def test_the_table_of_a_page():
     found = report("up", "k", known("sm_90"), torch.bfloat16, 8, SASS, TTGIR)
-    page = with_table("a\n<!-- loops -->\nold\n<!-- /loops -->\nb\n", [found])
+    mark = f"loops, Triton {'.'.join(triton.__version__.split('.')[:2])}"
+    page = with_table(f"a\n<!-- {mark} -->\nold\n<!-- /{mark} -->\nb\n", [found])
     assert "| up | k | 4.19 | 48 | 9 | 1 | 1 | 1 |" in page and "old" not in page
 
 
@@ -173,8 +176,20 @@ def check_gradients(found: list[dict[str, Any]]) -> None:
         assert each["copies"] == 10 and each["rate"] >= 0.8, each
 
 
-def test_gathered_rows_come_by_tma():
-    check_sm_90(loops("sm_90", "up, by copy engines", "gate and up, by copy engines"))
+@pytest.mark.slow
+def test_operands_of_fused_matmuls_come_by_tma():
+    check_sm_90(loops("sm_90", "up, by copy engines", "gate and up, by copy engines", "down"))
+
+
+def test_the_page_has_the_same_loops_by_both_tritons():
+    page = (Path(__file__).parents[2] / "docs" / "virtual_time.md").read_text()
+    by_both = [page.split(f"loops, Triton {of} -->")[1].splitlines()[3:-1] for of in (3.6, 3.7)]
+    rows = [[[c.strip() for c in line.split("|")[1:-1]] for line in table] for table in by_both]
+    assert [r[:2] for r in rows[0]] == [r[:2] for r in rows[1]] and len(rows[0]) > 10
+    for case, _, _, _, issued, _, pending, tma, copies, *_, rate in rows[0] + rows[1]:
+        if case in ALL_BY_TMA:
+            assert (int(tma) >= 2, copies, rate) == (True, "0", "100%"), case
+            assert int(issued) <= 1.2 * 107 and pending in ("1", "2"), case
 
 
 @pytest.mark.sweep

@@ -142,7 +142,10 @@ def run_cases(cases: list[dict[str, Any]], attention: Any = weft.ring_attention)
 
 
 @needs_interpreter
-@pytest.mark.parametrize("W", [1, 2, 3, pytest.param(4, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    "W",
+    [1, 2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.sweep)],
+)
 def test_random_shapes(ranks: Any, W: int) -> None:
     ranks(W, run_cases, library_cases(W, 12))
 

@@ -170,6 +170,7 @@ def of_any_length() -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_sequences_of_any_length(ranks: Any) -> None:
     for plain, masked in ranks(2, of_any_length):
         assert plain == fused("attention")

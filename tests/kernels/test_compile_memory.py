@@ -7,6 +7,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.backends.common import aot_autograd
@@ -93,6 +94,7 @@ def counted(kind: str) -> list[list[tuple[int, int, int]]]:
     return counts
 
 
+@pytest.mark.slow
 def test_no_more_is_held_than_by_torch(ranks: Any) -> None:
     for kind in "mlp whole", "mlp sequence", "prepared", "attention whole", "attention sequence":
         for counts in ranks(2, counted, kind):

@@ -221,6 +221,7 @@ def test_graph_breaks_recompiles_and_regions(ranks: Any) -> None:
         assert alone == BOTH * 2 and marked == BOTH * 2
 
 
+@pytest.mark.slow
 def test_reduce_overhead(ranks: Any) -> None:
     for found in ranks(2, without_overhead):
         assert found == BOTH

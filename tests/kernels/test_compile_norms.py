@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from needs import needs_interpreter
@@ -119,6 +120,7 @@ def served(engine: Any) -> list[str]:
     return fused
 
 
+@pytest.mark.slow
 def test_on_a_cpu_the_norm_stays_with_inductor(ranks: Any) -> None:
     for engine, first in ("auto", SUM), ("triton", NORM):
         for found in ranks(2, served, engine):

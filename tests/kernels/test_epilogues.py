@@ -70,6 +70,7 @@ def activated_body(engine: Any, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.slow_where(engine="triton", dtype=torch.bfloat16)
 def test_activations(ranks: Any, virtual_ranks: Any, engine: str, dtype: torch.dtype) -> None:
     run = virtual_ranks if engine == "triton" else ranks
     run(2, activated_body, engine, dtype)
@@ -179,6 +180,7 @@ def fp8_body(engine: Any, by_row: bool) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("by_row", [False, True], ids=["one scale", "by row"])
+@pytest.mark.slow_where(engine="triton", by_row=False)
 def test_scaled_fp8(ranks: Any, virtual_ranks: Any, engine: str, by_row: bool) -> None:
     run = virtual_ranks if engine == "triton" else ranks
     run(2, fp8_body, engine, by_row)

@@ -332,13 +332,16 @@ def test_contraction_against_float64(dtype):
 BODIES = [dispatching, few, combining]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "world_size", [1, 2, *(pytest.param(W, marks=pytest.mark.slow) for W in (3, 4))]
+)
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_against_float64(ranks, virtual_ranks, body, world_size):
     run = ranks if world_size > 2 else virtual_ranks
     run(world_size, body, {1: 5, 2: 12, 3: 4, 4: 4}[world_size])
 
 
+@pytest.mark.slow_where(case=[dispatched_in_fp8, few_dispatched_in_fp8, *CUT.values()])
 @pytest.mark.parametrize(
     "case",
     [

@@ -17,6 +17,7 @@ from torch.nn import functional
 import weft
 from weft import sim
 from weft.collectives import chunk_sizes, resolve, workspace
+from weft.collectives.memory.workspace import Workspace
 from weft.kernels import route
 from weft.kernels.expert_kernels import combine_launch, dispatch_launch, few_tokens_launch
 from weft.kernels.experts import launched
@@ -187,6 +188,7 @@ CASES = {
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow_where(engine="triton", name=list(CASES)[2:])
 def test_a_layer_against_a_loop_over_tokens(ranks: Any, name: str, engine: str) -> None:
     if (name, engine) == ("float64", "triton"):
         pytest.skip("the kernels add up in float32")
@@ -197,6 +199,7 @@ def test_a_layer_against_a_loop_over_tokens(ranks: Any, name: str, engine: str) 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", ["random", "padding", "none"])
+@pytest.mark.slow_where(kind=["padding", "none"])
 def test_experts_that_several_ranks_share(ranks: Any, kind: str, engine: str) -> None:
     for W, tp in (2, 2), (4, 2):
         if engine == "triton" and W == 4 and kind != "padding":
@@ -293,6 +296,7 @@ def compiled_layer(engine: str) -> None:
             torch.testing.assert_close(traced, eager, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.slow_where(engine=["host", "triton"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_in_a_graph_of_torch_compile(ranks: Any, engine: str) -> None:
     ranks(2, compiled_layer, engine)
@@ -328,6 +332,7 @@ def test_rows_alone_and_weights_that_share_them(ranks: Any, engine: str) -> None
 
 
 @needs_interpreter
+@pytest.mark.slow
 def test_rows_in_fp8_are_half_the_bytes_of_a_link() -> None:
     """Of 64 tokens a rank, each for one expert there and one at the other, so that 64 come."""
     T, K = 64, 256
@@ -388,6 +393,32 @@ def at_the_boundary() -> None:
 def test_few_tokens_end_where_the_constant_says(ranks: Any) -> None:
     """One launch each way, and beyond several, with the same results; which, the ranks agree on."""
     ranks(2, at_the_boundary)
+
+
+def kept_by() -> None:
+    group, keys = resolve(None), list[list[Any]]()
+
+    def noted(ws: Workspace, key: Any, operands: Any, make: Any) -> Any:
+        keys[-1].append(key)
+        return make()
+
+    for E in (5, 6):
+        told = Problem({"tokens": (2, 2), "E": E, "kind": "none"}, group.world_size)
+        experts, _ = told.own(group.rank)
+        keys.append([])
+        with weft.engine("triton"), patch.object(Workspace, "repeat", noted):
+            h, routing = weft.dispatch_grouped_matmul(
+                told.xs[group.rank], told.ids[group.rank], told.up[experts]
+            )
+            weft.grouped_matmul_combine(h, told.down[experts], None, routing)
+    assert len(keys[0]) == 2
+    assert all(five != six for five, six in zip(*keys, strict=True))
+
+
+@needs_interpreter
+def test_kept_launches_are_told_apart_by_the_experts_of_all_ranks(ranks: Any) -> None:
+    """Rank 0 has 3 of 5, and 3 of 6."""
+    ranks(2, kept_by)
 
 
 @needs_interpreter

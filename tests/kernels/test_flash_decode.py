@@ -245,7 +245,9 @@ def decode_twice(rank: int, D: int = 8, H: int = 2, T: int = 1) -> list[torch.Te
 
 
 @needs_interpreter
-@pytest.mark.parametrize("programs", ["sequential", "concurrent"])
+@pytest.mark.parametrize(
+    "programs", ["sequential", pytest.param("concurrent", marks=pytest.mark.slow)]
+)
 def test_schedules(programs: sim.Programs) -> None:
     sim.run(3, decode_twice, schedules=10, programs=programs)
 

@@ -122,6 +122,7 @@ def repeated() -> None:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.slow
 def test_one_launch_gives_the_same_bits_again() -> None:
     repeated()
 

@@ -242,7 +242,9 @@ def all_reduce(count: int, seed: int) -> None:
 BODIES = [gather_rows, gather_contraction, reduce_scatter, all_reduce]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(
+    "world_size", [2, *(pytest.param(W, marks=pytest.mark.slow) for W in (3, 4))]
+)
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_against_float64(ranks, virtual_ranks, body, world_size):
     run = virtual_ranks if world_size == 2 else ranks
@@ -482,6 +484,7 @@ def tiles_in_halves(programs, widths, activation, dtype) -> None:
 
 
 @pytest.mark.parametrize("case", IN_HALVES)
+@pytest.mark.slow_where(case=list(IN_HALVES)[4:])
 def test_tiles_in_halves(virtual_ranks, monkeypatch, case):
     *launch, wanted = IN_HALVES[case]
     counted, halved = [], all_gather_launch.halved_tiles
@@ -558,6 +561,7 @@ def many_chunks() -> None:
     assert rank == 0 or not any(ws.own[words + chunk] for chunk in range(MAX_PROGRAMS))
 
 
+@pytest.mark.slow
 def test_as_many_chunks_as_there_are_words(virtual_ranks):
     virtual_ranks(2, many_chunks)
 
@@ -620,6 +624,7 @@ def test_calls_in_a_row_on_one_workspace(ranks):
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("which", ["rows", "contraction", "scatter", "reduce"])
+@pytest.mark.slow_where(which=["contraction", "reduce"])
 def test_an_absent_peer_is_named_and_nothing_hangs(which: str) -> None:
     ws = workspace(None, 1 << 18, channel=f"absent {which}")
     rank, W = ws.rank, ws.world_size

@@ -38,6 +38,7 @@ def told_by(script: str, variables: dict[str, str], *args: str) -> dict[str, str
 CASES = ("gate and up, 8 tokens", "signals of a stream", "pull", "decode, pages", "append, pages")
 
 
+@pytest.mark.slow
 def test_parameters_are_the_arguments(variables: dict[str, str]) -> None:
     told = told_by("launching.py", variables, "bfloat16", *CASES)
     assert {name.partition(": ")[2] for name in told} == set(CASES) and len(told) >= 8

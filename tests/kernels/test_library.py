@@ -273,6 +273,7 @@ def test_attention_compiled_on_every_engine(engine: Any, backend: str) -> None:
 
 @pytest.mark.ranks(2, timeout_s=300)
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.slow
 def test_compiled_as_eager(backend: str) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -313,7 +314,7 @@ def test_layers_compile() -> None:
             torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2, pytest.param(3, marks=pytest.mark.slow))
 def test_uneven_shards_need_sizes_in_a_graph() -> None:
     rank, W = dist.get_rank(), dist.get_world_size()
     sizes = [4, 0, 3][:W]

@@ -264,6 +264,7 @@ def on_random_shapes(
     [(W, engine) for W in (1, 2, 3, 4) for engine in ENGINES if (W, engine) != (4, "triton")],
 )
 @pytest.mark.parametrize("kind", ["gather", "scatter", "reduce"])
+@pytest.mark.slow_where(W=3, engine="triton")
 def test_random_shapes(ranks: Any, kind: str, W: int, engine: str) -> None:
     on_random_shapes(ranks, kind, W, engine, 12 // max(2, W) if engine == "triton" else 24)
 
@@ -322,6 +323,7 @@ def repeated_body(engine: weft.settings.Engine) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow_where(engine="triton")
 def test_results_are_bitwise_the_same_again_and_on_every_rank(ranks: Any, engine: str) -> None:
     # The sum of two terms is the same in either order, that of three is not.
     first, *others = ranks(3, repeated_body, engine)

@@ -73,6 +73,7 @@ CASES = {
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.slow_where(world_size=3, engine="triton")
 def test_results_and_gradients(case: dict[str, Any], engine: Any) -> None:
     with weft.engine(engine):
         run_case(case)
@@ -139,6 +140,7 @@ def run_case(case: dict[str, Any]) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow_where(engine="triton")
 def test_alike_in_other_ways(engine: Any) -> None:
     """The usual eps; a gradient of the weight alone; inside torch.compile; one rank late."""
     rank = dist.get_rank()

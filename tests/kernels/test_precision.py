@@ -66,6 +66,7 @@ def error_ratios(engine: Any, dtype: torch.dtype) -> dict[str, float]:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("engine", ["host", "generic", "triton"])
+@pytest.mark.slow_where(engine="triton", dtype=[torch.float32, torch.float16])
 def test_errors_are_those_of_one_matmul(engine: str, dtype: torch.dtype) -> None:
     with patch.object(local_matmul, "onednn_is_quicker", lambda: False):
         ratios = error_ratios(engine, dtype)

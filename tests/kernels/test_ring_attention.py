@@ -197,6 +197,7 @@ def random_cases(W: int, engine: str, count: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("W", [1, 2, 3, pytest.param(4, marks=pytest.mark.sweep)])
+@pytest.mark.slow_where(W=3, engine="triton")
 def test_random_shapes(ranks: Any, virtual_ranks: Any, W: int, engine: str) -> None:
     run = virtual_ranks if engine == "triton" and W < 3 else ranks
     run(W, run_cases, random_cases(W, engine, 3 if engine == "triton" else 20))
@@ -243,6 +244,7 @@ def repeated_body(engine: str, W: int) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.sweep)])
+@pytest.mark.slow_where(engine="triton")
 def test_results_are_bitwise_the_same_again(world_size: int, engine: str) -> None:
     repeated_body(engine, world_size)
 

@@ -46,6 +46,7 @@ def grids(sms: str) -> dict[str, int]:
     return largest
 
 
+@pytest.mark.slow
 def test_no_grid_is_larger_than_the_budget() -> None:
     free, small = grids(""), grids("16")
     assert free.keys() == small.keys() and len(small) > 15

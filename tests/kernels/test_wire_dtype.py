@@ -78,6 +78,7 @@ def test_sums_are_as_exact_as_what_travels(
 
 @needs_interpreter
 @pytest.mark.parametrize("wire", [*HALVES, torch.float32])
+@pytest.mark.slow_where(wire=[torch.float16, torch.float32])
 def test_the_switch_adds_up_what_travels(wire: torch.dtype) -> None:
     """Every rank's memory stands for it; tiles of several rows at a time, and of one row."""
     from weft.kernels.engine.chips import INTERPRETER

@@ -26,6 +26,17 @@ from weft.kernels.engine.chips import Tiling
 from weft.kernels.matmul import reduce_scatter_kernel
 
 ALL_KERNELS = KERNELS | COLLECTIVES
+# Variants of kernels that stay in `make test`.
+VARIANTS = {
+    "attention by heads, backward",
+    "dispatch of few tokens in fp8",
+    "dispatch to experts in fp8",
+    "norm of sums, two shots",
+    "norm of whole sums, by the switch",
+    "norm of whole sums, one shot",
+    "norm of whole sums, two shots",
+    "ring attention, backward",
+}
 
 
 def no_rows_on_the_last_rank(rank: int) -> None:
@@ -48,7 +59,13 @@ def test_a_rank_without_rows() -> None:
 
 # Two ranks, with programs in turn, are in the sweep.
 @needs_interpreter
-@pytest.mark.parametrize("case", ALL_KERNELS.values(), ids=ALL_KERNELS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.slow] if name in VARIANTS else [])
+        for name, case in ALL_KERNELS.items()
+    ],
+)
 def test_kernels(case: Callable[..., None]) -> None:
     sim.run(3, case, schedules=20, replay=True)
 
@@ -68,6 +85,7 @@ def test_words_that_carry_their_flag(case: Callable[..., None]) -> None:
     sim.run(2, case, schedules=2, programs="concurrent", replay=True)
 
 
+@pytest.mark.slow
 @needs_interpreter
 def test_attention_by_heads_with_several_copy_programs() -> None:
     sim.run(2, heads_copied_by_several)

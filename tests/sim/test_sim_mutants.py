@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from needs import needs_interpreter
 from sim_faults import Fault
 from sim_planting import FAULTS, PAGE, found_in, moved_texts, with_table
 
-# One kernel a fault in `make test`, the others in `make test-all`.
-TABLE = [
-    pytest.param(
-        planted,
-        case,
-        id=f"{planted.name}-{case}",
-        marks=[pytest.mark.sweep] if number else [],
-    )
-    for planted in FAULTS
-    for number, case in enumerate(planted.cases)
-]
+LONG = {"dispatch and combine of cut experts", "norm of whole sums, one shot"}
+
+
+def table() -> Iterator[Any]:
+    """`make test` has one fault in each kernel, `make test-slow` each fault in one kernel, the
+    sweep all."""
+    seen = set(LONG)
+    for planted in FAULTS:
+        for number, case in enumerate(planted.cases):
+            marks = [pytest.mark.sweep] if number else [pytest.mark.slow] if case in seen else []
+            seen |= {case} if number == 0 else set()
+            yield pytest.param(planted, case, id=f"{planted.name}-{case}", marks=marks)
 
 
 def test_every_fault_finds_the_text_that_it_replaces() -> None:
@@ -27,7 +30,7 @@ def test_every_fault_finds_the_text_that_it_replaces() -> None:
 
 
 @needs_interpreter
-@pytest.mark.parametrize("planted, case", TABLE)
+@pytest.mark.parametrize("planted, case", table())
 def test_planted_faults_are_found(planted: Fault, case: str) -> None:
     found = found_in(planted, case)
     assert planted.is_what(found), f"found {found!r}"

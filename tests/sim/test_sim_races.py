@@ -319,6 +319,7 @@ def calls_in(body: Callable[[], object]) -> int:
     return count
 
 
+@pytest.mark.slow
 @needs_interpreter
 def test_looking_costs_less_than_the_interpreter() -> None:
     x, launches = torch.ones(128), 10

@@ -1,4 +1,4 @@
-"""Every block of Python in docs/ runs as it stands: on two ranks, or by pytest if it is a test.
+"""Blocks of Python in README.md and docs/ run as they stand: on two ranks, or by pytest if tests.
 
 One that cannot says so, and why, behind its fence: ```python no-run: needs transformers
 """
@@ -22,12 +22,13 @@ from rank_pool import RankPool
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKS = [
     (f"{page.name}:{text[: found.start()].count(chr(10)) + 1}", found[1].strip(), found[2])
-    for page in sorted((ROOT / "docs").glob("*.md"))
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
     for text in [page.read_text()]
     for found in re.finditer(r"^```python(.*)\n((?:.*\n)*?)```$", text, re.MULTILINE)
 ]
 # What a block prints, on each of two ranks.
 PRINTED = {
+    "print(weft.explain(my_up": r"^all_gather_matmul\(1024x512 @ 512x1024, 2 ranks\): ",
     "print(y.placements": r"^\(Shard\(dim=0\),\) \(Partial\(sum\),\) torch\.Size\(\[8, 5\]\)$",
     "print(redistribute_plan": r"^float32\[6, 8\] \[S\(0\)\] on \[2\] -> .*: 1 steps$",
     "told = weft.explain": r"^all_gather_matmul\(128x32 @ 32x16, 2 ranks\): host, predicted ",
@@ -55,7 +56,13 @@ def on_a_rank(script: Path, port: int) -> tuple[int, str]:
 
 
 @needs_interpreter
-@pytest.mark.parametrize(("info", "code"), [pytest.param(*b[1:], id=b[0]) for b in BLOCKS])
+@pytest.mark.parametrize(
+    ("info", "code"),
+    [
+        pytest.param(*b[1:], id=b[0], marks=[pytest.mark.slow] if "torch.compile(" in b[2] else [])
+        for b in BLOCKS
+    ],
+)
 def test_block(info: str, code: str, tmp_path: Path, own_ranks: Callable[[int], RankPool]) -> None:
     if info:
         assert re.match(r"no-run: \w+", info), f"a fence says python, or no-run with why: {info}"

@@ -85,7 +85,13 @@ def serve_llama(by_head: bool, kv_heads: int, draft: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("by_head", "kv_heads", "draft"), [(True, 2, 3), (True, 1, 0), (False, 2, 0), (False, 1, 3)]
+    ("by_head", "kv_heads", "draft"),
+    [
+        (True, 2, 3),
+        pytest.param(True, 1, 0, marks=pytest.mark.slow),
+        pytest.param(False, 2, 0, marks=pytest.mark.slow),
+        (False, 1, 3),
+    ],
 )
 def test_serve_llama(ranks: Any, by_head: bool, kv_heads: int, draft: int) -> None:
     steps, other = ranks(2, serve_llama, by_head, kv_heads, draft)

@@ -44,8 +44,12 @@ def works(rank: int, progress: Callable[[Any], None], add: int) -> tuple[int, in
     "body, said",
     [
         (fails_on_rank_one, r"(?s)rank 1 failed:.*ZeroDivisionError: of rank one.*rank 0 was at:"),
-        (dies_on_rank_one, r"rank 1 was killed by SIGKILL"),
-        (hangs_on_rank_one, r"(?s)no progress for 1 s.*rank 1 was at:.*in hangs_on_rank_one"),
+        pytest.param(dies_on_rank_one, r"rank 1 was killed by SIGKILL", marks=pytest.mark.slow),
+        pytest.param(
+            hangs_on_rank_one,
+            r"(?s)no progress for 1 s.*rank 1 was at:.*in hangs_on_rank_one",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_rank_that_fails_ends_the_run(body: Callable[..., Any], said: str) -> None:

@@ -8,12 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tools import readme
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 
 
+@pytest.mark.slow  # test_docs_blocks.py runs it too, on ranks that have torch already
 def test_the_example_runs_on_two_ranks(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     script = tmp_path / "example.py"
