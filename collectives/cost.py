@@ -334,7 +334,7 @@ def _measure(group: Group, device: torch.device) -> Machine:
 
     if inside := _inside.pop((group, device.type), None):
         flops, copy, sync_us = inside
-        return _with_wire(Machine(flops, copy, sync_us, 0.0, 0.0), group, device, timed)
+        return _with_wire(Machine(flops, copy, sync_us, 0.0, 0.0), group, device, timed, brief=True)
     flops = {str(dtype): matmul_rate(dtype, device) for dtype in (torch.float32, torch.bfloat16)}
     if device.type == "cuda":
         flops[str(torch.float16)] = flops[str(torch.bfloat16)]
@@ -383,9 +383,17 @@ kept_by_group.append(_inside)
 
 
 def _with_wire(
-    rates: Machine, group: Group, device: torch.device, timed: Callable[..., float]
+    rates: Machine,
+    group: Group,
+    device: torch.device,
+    timed: Callable[..., float],
+    brief: bool = False,
 ) -> Machine:
-    """With those of the process group, and of what crosses between hosts."""
+    """With those of the process group, and of what crosses between hosts.
+
+    Args:
+        brief: whether a first call has measured enough before.
+    """
     nbytes, several = _COPY_BYTES[device.type], in_two_levels(group)
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
     # Threads of asynchronous saves may call collectives of the user's own group meanwhile.
@@ -398,21 +406,24 @@ def _with_wire(
         parts = [torch.empty_like(part) for _ in range(group.world_size)]
         dist.all_gather(parts, part, group=pg)
 
-    def affordable(call: Callable[[int], object], enough_us: float) -> int:
-        """Bytes of which `call` takes so long on any rank, or `nbytes`."""
+    def affordable(call: Callable[[int], object], enough_us: float) -> tuple[int, float]:
+        """Bytes of which `call` takes so long on any rank, or `nbytes`; and what it takes here."""
         sent = _LEAST_BYTES
-        while sent < nbytes:
-            us = torch.tensor(timed(partial(call, sent), 1), device=device)
-            dist.all_reduce(us, dist.ReduceOp.MAX, group=pg)
-            if float(us) > enough_us:
-                break
-            sent *= 4
-        return sent
+        while True:
+            us = timed(partial(call, sent), 1)
+            most = torch.tensor(us, device=device)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=pg)
+            if sent >= nbytes or float(most) > enough_us:
+                return sent, min(us, timed(partial(call, sent), 1))
+            sent *= 2
 
     # Networks may be slow, and the first call waits for all of it.
-    wire_us = timed(lambda: gather(source[:64]), *((3, 4) if several else (5, 8)))
-    sent = affordable(lambda n: gather(source[:n]), _ENOUGH_US) if several else nbytes
-    whole_us = timed(lambda: gather(source[:sent]), 3, 2)
+    wire_us = timed(lambda: gather(source[:64]), *((3, 4) if several or brief else (5, 8)))
+    if several:
+        sent, whole_us = affordable(lambda n: gather(source[:n]), _ENOUGH_US)
+    else:
+        sent = nbytes // 4 if brief else nbytes
+        whole_us = timed(lambda: gather(source[:sent]), *((2, 1) if brief else (3, 2)))
     wire = sent * (group.world_size - 1) / max(whole_us - wire_us, 1.0)
     rates = replace(rates, wire=wire, wire_us=wire_us)
     if several:
@@ -431,7 +442,7 @@ def _with_hosts(
     group: Group,
     pg: Any,
     source: torch.Tensor,
-    affordable: Callable[[Callable[[int], object], float], int],
+    affordable: Callable[[Callable[[int], object], float], tuple[int, float]],
     timed: Callable[..., float],
 ) -> Machine:
     """With what crosses: all ranks hear from one other host at a time."""
@@ -445,8 +456,9 @@ def _with_hosts(
 
     H, us = len(group.hosts), timed(lambda: shift(1, 64), 3, 4)
     # Of many hosts there are many pairs.
-    sent = affordable(lambda n: shift(1, n), max(_ENOUGH_US / (H - 1), _ENOUGH_US / 10))
-    heard = [sent / max(timed(lambda s=s: shift(s, sent), 2) - us, 1.0) for s in range(1, H)]
+    sent, *took = affordable(lambda n: shift(1, n), max(_ENOUGH_US / (H - 1), _ENOUGH_US / 10))
+    took += [timed(lambda s=s: shift(s, sent), 2) for s in range(2, H)]
+    heard = [sent / max(each - us, 1.0) for each in took]
     told = group.gather_objects((heard, us, rates.copy, rates.sync_us), "rates between hosts")
     between = [[0.0] * H for _ in range(H)]
     for to, ranks in enumerate(group.hosts):

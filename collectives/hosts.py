@@ -23,13 +23,11 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import Any
 
 import torch
 
 from weft import settings
-from weft.collectives import process_groups
-from weft.collectives.process_groups import COMBINE, ReduceOp, summed_in_fp32
+from weft.collectives.process_groups import COMBINE, OnTheWay, ReduceOp, summed_in_fp32
 from weft.collectives.ranks.bounds import Presence
 from weft.collectives.ranks.caches import KeptDict
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
@@ -60,14 +58,15 @@ def naming(group: Group, op: str) -> Iterator[None]:
     Raises:
         PeerTimeout: so named.
     """
+    ours = here(group)
     try:
         yield
     except PeerTimeout as error:
-        if isinstance(error.__cause__, RuntimeError):
-            raise  # of a wait for the process group of all, which has named them
-        absent = sorted(here(group)[peer] for peer in error.absent)
+        if error.ranks != tuple(group.ranks[rank] for rank in ours):
+            raise  # of a wait for all, which has named them, or of an earlier call on a GPU
+        absent = sorted(ours[peer] for peer in error.absent)
         Presence.now(group).give_up(absent)
-        known = op, error.generation, error.timeout_s, error.history, absent
+        known = op, error.generation, error.timeout_s, error.history, absent, group.ranks
         raise PeerTimeout(group.rank, absent[0], *known) from error
 
 
@@ -130,7 +129,7 @@ class Crossing:
         # This host's rows, of which each rank holds its shard, and those of the other hosts, in the
         # order in which all ranks make the steps.
         self.own, self.foreign = blocks
-        self._returning: list[tuple[HostRows, torch.Tensor, Any]] = []
+        self._returning: list[tuple[HostRows, OnTheWay]] = []
 
     @cached_property
     def inside(self) -> Group:
@@ -145,14 +144,13 @@ class Crossing:
         Of them `ahead` are on their way at a time, all if None.
         """
         crossings = (
-            (block, *self._cross(x[block.mine].contiguous(), block.comes, block.leaves))
-            for block in self.foreign
+            (block, self._cross(x[block.mine], block.comes, block.leaves)) for block in self.foreign
         )
         begun = list(islice(crossings, ahead))
         yield self.own, x
         while begun:
-            block, came, work = begun.pop(0)
-            self._wait(work, came)
+            block, way = begun.pop(0)
+            came = way.come()
             begun += islice(crossings, 1)
             yield block, came
 
@@ -161,8 +159,7 @@ class Crossing:
         added up its own, towards the ranks whose rows they are. To be called for all `foreign` in
         order.
         """
-        crossing = self._cross(terms.contiguous(), block.leaves, block.comes)
-        self._returning.append((block, *crossing))
+        self._returning.append((block, self._cross(terms, block.leaves, block.comes)))
 
     def summed(self, own: torch.Tensor, dtype: torch.dtype, op: ReduceOp = "sum") -> torch.Tensor:
         """Of this rank's rows, what all hosts have sent, in their order, and the own one's sum.
@@ -171,8 +168,8 @@ class Crossing:
         """
         H, mine = len(self._group.hosts), self._host
         terms: dict[int, torch.Tensor] = {mine: own}
-        for number, (block, came, work) in enumerate(self._returning):
-            self._wait(work, came)
+        for number, (block, way) in enumerate(self._returning):
+            came = way.come()
             host = (mine + number % (H - 1) + 1) % H
             if len(came) and host not in terms:
                 terms[host] = torch.empty_like(own, dtype=came.dtype)
@@ -189,14 +186,8 @@ class Crossing:
         """`naming` of this call."""
         return naming(self._group, self._op)
 
-    def _cross(
-        self, sent: torch.Tensor, receives: Sequence[int], sends: Sequence[int]
-    ) -> tuple[torch.Tensor, Any]:
-        came = sent.new_empty((sum(receives), *sent.shape[1:]))
-        return came, process_groups.exchange_begun(came, sent, receives, sends, self._group)
-
-    def _wait(self, work: Any, came: torch.Tensor) -> None:
-        process_groups.wait_for_result(work, self._group, came, self._op)
+    def _cross(self, sent: torch.Tensor, receives: Sequence[int], sends: Sequence[int]) -> OnTheWay:
+        return OnTheWay(sent.contiguous(), receives, sends, self._group, self._op)
 
 
 # By the group, the rows of its ranks, in how many parts those cross, and between which hosts.

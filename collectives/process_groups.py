@@ -100,6 +100,34 @@ def wait_for_result(work: Any, group: Group, out: torch.Tensor, op: str) -> None
         finish(group, op, work)
 
 
+class OnTheWay:
+    """`exchange_begun` when this is made, and what is to be known to wait for it.
+
+    Args:
+        x: contiguous.
+        op: the call, for errors.
+        out: contiguous, for what comes; None: a new tensor.
+    """
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        receives: Sequence[int],
+        sends: Sequence[int],
+        group: Group,
+        op: str,
+        out: torch.Tensor | None = None,
+    ) -> None:
+        self._group, self._op = group, op
+        self._came = x.new_empty((sum(receives), *x.shape[1:])) if out is None else out
+        self.work = exchange_begun(self._came, x, receives, sends, group)
+
+    def come(self) -> torch.Tensor:
+        """What comes, once it is here."""
+        wait_for_result(self.work, self._group, self._came, self._op)
+        return self._came
+
+
 def gather(parts: Sequence[torch.Tensor], x: torch.Tensor, group: Group) -> None:
     parts, x = [sendable(part) for part in parts], sendable(x)
     # Gloo takes equal sizes only, so shorter shards are padded.

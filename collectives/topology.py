@@ -9,7 +9,7 @@ from weft.collectives.ranks.group import Group, ranks_group
 
 def in_two_levels(group: Group) -> bool:
     """Whether its calls can go host by host: groups inside of hosts have ascending ranks."""
-    return bool(group.hosts) and list(group.ranks) == sorted(group.ranks)
+    return bool(group.hosts) and group.ascends
 
 
 def hosts_in_words(group: Group) -> str:
@@ -25,7 +25,7 @@ def here(group: Group) -> tuple[int, ...]:
 
 def inside_of(group: Group) -> Group:
     """The ranks of this host. Collective over them the first time."""
-    return ranks_group(tuple(group.ranks[rank] for rank in here(group)))
+    return ranks_group(tuple(group.ranks[rank] for rank in here(group)), group)
 
 
 def rails(group: Group, step: int) -> tuple[Sequence[int], Sequence[int]]:

@@ -7,8 +7,8 @@ train    FOLDER: a model by TP inside x FSDP2 across, and by TP over all, as in 
 lost     all ranks of the last host are killed: the others must say so within the bound
 cut      the last host's link goes down: ranks on both sides must say so within the bound
 experts  two layers of experts beside the flat process group's, and what a host sends in one
-mlp      TOKENS HIDDEN FFN RUNS: times of two levels and of the flat process group, in turn, forward
-         and backward of a ReLU MLP in fp32, and what a host sends in each
+mlp      RUNS TOKENSxHIDDENxFFN ..: rows of docs/hosts.md's table: times of `auto` and of the flat
+         process group, in turn, forward and backward of a ReLU MLP in fp32, and what a host sends
 """
 
 from __future__ import annotations
@@ -188,30 +188,46 @@ def experts() -> None:
 
 
 def mlp() -> None:
-    rank, W = dist.get_rank(), dist.get_world_size()
-    tokens, hidden, ffn, runs = map(int, sys.argv[2:])
+    print_row("tokens x hidden x ffn", "auto", "flat", "flat / auto", "MiB sent", "flat", "engines")
+    for shape in sys.argv[3:]:
+        mlp_row(int(sys.argv[2]), *map(int, shape.split("x")))
+
+
+def print_row(*cells: str) -> None:
+    if dist.get_rank() == 0:
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def mlp_row(runs: int, tokens: int, hidden: int, ffn: int) -> None:
+    W = dist.get_world_size()
     shapes = (tokens // W, hidden), (hidden, ffn // W), (ffn // W, hidden)
     x, w, v = (torch.randn(shape).requires_grad_() for shape in shapes)
     dy, times = torch.randn(tokens // W, hidden), dict[str, list[float]]()
     sent: dict[str, float] = {}
-    engines: tuple[weft.settings.Engine, ...] = "auto", "generic"
+
+    def step(engine: weft.settings.Engine) -> None:
+        with weft.engine(engine):
+            h = weft.all_gather_matmul(x, w, activation="relu", sizes=[tokens // W] * W)
+            weft.matmul_reduce_scatter(h, v).backward(dy)
+
+    told = weft.explain(step, "auto")
+    chosen = {each.op: each.engine for each in told if each.ranks == W and "matmul" in each.op}
+    engines: list[weft.settings.Engine] = ["auto", "generic"]
     for run in range(runs + 1):  # the first one is not counted
-        for engine in engines:
+        for engine in engines[:: -1 if run % 2 else 1]:
             dist.barrier()
             start, before = time.perf_counter(), sent_mib()
-            with weft.engine(engine):
-                h = weft.all_gather_matmul(x, w, activation="relu", sizes=[tokens // W] * W)
-                weft.matmul_reduce_scatter(h, v).backward(dy)
+            step(engine)
             dist.barrier()
             if run:
                 times.setdefault(engine, []).append(1e3 * (time.perf_counter() - start))
                 sent[engine] = sent_mib() - before
-    if rank == 0:
-        ours, flat = (statistics.median(each) for each in times.values())
-        told = f"{'x'.join(sys.argv[2:5])}: {ours:.0f} ms, flat {flat:.0f}: {flat / ours:.2f}"
-        for engine, each in times.items():
-            told += f"; {engine} {min(each):.0f} to {max(each):.0f} ms, {sent[engine]:.1f} MiB"
-        print(told, flush=True)
+    ours, flat = (statistics.median(times[engine]) for engine in engines)
+    mib = [f"{sent[engine]:.1f}" for engine in engines]
+    ways = ", ".join(dict.fromkeys(chosen.values()))
+    print_row(
+        f"{tokens}x{hidden}x{ffn}", f"{ours:.3g}", f"{flat:.3g}", f"{flat / ours:.2f}", *mib, ways
+    )
 
 
 def main() -> None:

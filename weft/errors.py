@@ -32,6 +32,7 @@ class PeerTimeout(WeftError):  # noqa: N818 - the name says what happened
         history: the last calls of all ranks side by side, where they are known.
         absent: all ranks (in the group) that had not come. A barrier tells that; other calls know
             of `peer` alone.
+        ranks: the global rank of each of the group, in its order; empty where that is not known.
     """
 
     def __init__(
@@ -43,14 +44,15 @@ class PeerTimeout(WeftError):  # noqa: N818 - the name says what happened
         timeout_s: float,
         history: str = "",
         absent: Sequence[int] = (),
+        ranks: Sequence[int] = (),
     ) -> None:
         self.rank, self.peer, self.op, self.generation = rank, peer, op, generation
         self.timeout_s, self.history = timeout_s, history
-        self.absent = tuple(absent) or (peer,)
+        self.absent, self.ranks = tuple(absent) or (peer,), tuple(ranks)
         waited = f"waited {timeout_s:.3g} s" if timeout_s else "waited in vain"
-        ranks = f"rank{'s' * (len(self.absent) > 1)} {', '.join(map(str, self.absent))}"
+        named = f"rank{'s' * (len(self.absent) > 1)} {', '.join(map(str, self.absent))}"
         super().__init__(
-            f"{op}: rank {rank} {waited} for {ranks} (call {generation}). {ranks.capitalize()} "
+            f"{op}: rank {rank} {waited} for {named} (call {generation}). {named.capitalize()} "
             f"died, or did not make the same call; the group cannot be used until all of "
             f"its ranks have called weft.close(). Raise WEFT_TIMEOUT_S if it is only slow."
             + (f"\n{history}" if history else "")
@@ -58,12 +60,14 @@ class PeerTimeout(WeftError):  # noqa: N818 - the name says what happened
 
     def of(self, absent: Sequence[int]) -> PeerTimeout:
         """The same error, of all ranks that had not come."""
-        known = self.rank, self.peer, self.op, self.generation, self.timeout_s, self.history
-        return PeerTimeout(*known, absent)
+        return PeerTimeout(*self._known, absent, self.ranks)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        known = self.rank, self.peer, self.op, self.generation, self.timeout_s, self.history
-        return PeerTimeout, (*known, self.absent)
+        return PeerTimeout, (*self._known, self.absent, self.ranks)
+
+    @property
+    def _known(self) -> tuple[int, int, str, int, float, str]:
+        return self.rank, self.peer, self.op, self.generation, self.timeout_s, self.history
 
 
 class MismatchError(WeftError, ValueError):

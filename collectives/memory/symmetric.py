@@ -195,7 +195,7 @@ class SymmetricBuffer:
             return None
         processes = self.group.processes
         peers = {peer: processes[peer] for peer in self.group.peers()} if processes else {}
-        told = partial(told_by, calls=self.group.calls)
+        told = partial(told_by, calls=self.group.calls, ranks=self.group.ranks)
         report = Report(self.rank, {} if virtual else peers, on_gpu, told)
         if on_gpu:
             report.compare = self.group.calls.compare

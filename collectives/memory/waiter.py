@@ -127,7 +127,8 @@ class Waiter:
     def give_up(self, peer: int, value: int, op: str, waited: float) -> None:
         """Tell every rank that the group is broken, and raise."""
         self._tell(pad.TIMED_OUT, self.rank, peer, value)
-        raise PeerTimeout(self.rank, peer, op, value, waited, self.group.calls.history())
+        known = op, value, waited, self.group.calls.history()
+        raise PeerTimeout(self.rank, peer, *known, ranks=self.group.ranks)
 
     def break_off(self) -> None:
         """Tell every rank that this one leaves a call which it has begun.
@@ -143,11 +144,17 @@ class Waiter:
     def check(self, op: str) -> None:
         """Raise if a wait on this memory has timed out, here or on another rank."""
         if status := self.own[pad.STATUS]:
-            raise told_by(status, self.rank, op, self.group.calls)
+            raise told_by(status, self.rank, op, self.group.calls, self.group.ranks)
 
 
-def told_by(status: int, rank: int, op: str, calls: flight.Calls | None = None) -> WeftError:
-    """The error that STATUS in the pad of `rank` tells of; `calls`: of its group."""
+def told_by(
+    status: int,
+    rank: int,
+    op: str,
+    calls: flight.Calls | None = None,
+    ranks: Sequence[int] = (),
+) -> WeftError:
+    """The error that STATUS in the pad of `rank` tells of; `calls`, `ranks`: of its group."""
     code, waiter, peer, generation = pad.status_in(status)
     if calls and calls.parting:
         return MismatchError(f"{op}: {calls.parting}{flight.UNUSABLE}")
@@ -167,7 +174,7 @@ def told_by(status: int, rank: int, op: str, calls: flight.Calls | None = None) 
     blamed = peer if peer != rank else waiter
     waited_s = settings.timeout_s() if (code, waiter) == (pad.TIMED_OUT, rank) else 0.0
     history = calls.history() if calls else ""
-    return PeerTimeout(rank, blamed, op, generation, waited_s, history)
+    return PeerTimeout(rank, blamed, op, generation, waited_s, history, ranks=ranks)
 
 
 _wait_seconds = 0.0

@@ -139,8 +139,9 @@ class Presence:
         processes = self._group.processes
         dead = [peer for peer, process in enumerate(processes) if not process.alive()]
         if absent := dead or self.absent():
-            rank, history = self._group.rank, self._group.calls.history()
-            return PeerTimeout(rank, absent[0], op, number, waited_s, history, absent)
+            group, history = self._group, self._group.calls.history()
+            known = op, number, waited_s, history, absent, group.ranks
+            return PeerTimeout(group.rank, absent[0], *known)
         return WeftError(
             f"{op}: not done after {waited_s:.3g} s ({why}), and all ranks are at work on it. "
             f"Raise WEFT_TIMEOUT_S if it takes longer"

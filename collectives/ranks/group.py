@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
 from unittest.mock import patch
@@ -173,6 +173,11 @@ class Group:
             return "virtual"
         return "cuda" if torch.cuda.is_available() else "posix"
 
+    @cached_property
+    def ascends(self) -> bool:
+        """Whether its ranks stand in the order of their global ones."""
+        return list(self.ranks) == sorted(self.ranks)
+
     def peers(self) -> list[int]:
         """The other ranks: rank + 1 first, so that not all ranks read from one."""
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
@@ -273,7 +278,8 @@ def virtual_rank(world: Group) -> Iterator[None]:
         yield
     finally:
         here.world = None
-        for kept in (_spanning, _made):
+        by_world: tuple[dict[Any, Any], ...] = _spanning, _made
+        for kept in by_world:
             for key in [key for key in kept if key[0] is world]:
                 del kept[key]
 
@@ -500,7 +506,8 @@ def backends_of(pg: Any) -> set[str]:
     return {each.rpartition(":")[2] for each in str(dist.get_backend(pg)).split(",")}
 
 
-_spanning: dict[tuple[Group | None, tuple[int, ...]], Any] = {}  # by virtual world, ranks
+# By virtual world, ranks, and the backend if it is not the world's.
+_spanning: dict[tuple[Group | None, tuple[int, ...], str | None], Any] = {}
 _made: dict[tuple[Group | None, tuple[int, ...]], int] = {}  # how many of them so far
 # All caches whose keys are groups, which `close` empties: a process group that is still referenced
 # when the interpreter ends may abort the process.
@@ -527,16 +534,23 @@ def _ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
 forget_meshes.append(_ranks_of.cache_clear)
 
 
-def ranks_group(ranks: tuple[int, ...]) -> Group:
-    """The group of these global ranks, in ascending order. Collective over them the first time."""
+def ranks_group(ranks: tuple[int, ...], like: Group | None = None) -> Group:
+    """The group of these global ranks, in ascending order. Collective over them the first time.
+
+    Args:
+        like: whose backend it has; None: the world.
+    """
     if here.world is not None and not dist.is_initialized():
         dist.init_process_group()  # of virtual ranks, who need none for calls of the whole world
     if ranks == tuple(range(dist.get_world_size())):
         return resolve(None)
-    key = here.world, ranks
+    backend, own = None, like and like.virtual is None and like.pg
+    if own and dist.get_backend(own) != dist.get_backend():
+        backend = dist.get_backend_config(own)
+    key = here.world, ranks, backend
     pg = _spanning.get(key)
     if pg is None or _is_destroyed(pg):
-        pg = _spanning[key] = new_group(ranks)
+        pg = _spanning[key] = new_group(ranks, backend)
     return resolve(pg)
 
 

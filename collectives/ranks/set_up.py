@@ -131,7 +131,8 @@ def _until(come: Callable[[], bool], group: Group, absent: Callable[[], int], nu
 
 def _not_come(group: Group, peer: int, number: int, waited_s: float) -> PeerTimeout:
     history = group.calls.history()
-    return PeerTimeout(group.rank, peer, "set-up of the group", number, waited_s, history)
+    known = "set-up of the group", number, waited_s, history
+    return PeerTimeout(group.rank, peer, *known, ranks=group.ranks)
 
 
 def _absent(group: Group, store: Any, keys: Sequence[str]) -> int:

@@ -211,4 +211,5 @@ class Steps:
     def _timeout(self, absent: Sequence[int], waited_s: float) -> PeerTimeout:
         assert self._group is not None
         history = self._group.calls.history()
-        return PeerTimeout(self.rank, absent[0], self._op, self._number, waited_s, history, absent)
+        known = self._op, self._number, waited_s, history, absent, self._group.ranks
+        return PeerTimeout(self.rank, absent[0], *known)

@@ -6,9 +6,9 @@
     3. A keeper signals inside its host that they have come. Each rank waits for those that it reads
        from, and copies what it takes.                          (release, acquire)
 
-An asynchronous move returns when 2 has begun. On a CPU what comes is signalled by the thread that
-receives it, so that no rank waits for another to read its own result; a GPU's stream waits for what
-comes when the result is read, and signals then, as in any call (`StreamExchange`).
+An asynchronous move of CPU tensors returns when 2 has begun. What comes is signalled by the thread
+that receives it, so that no rank waits for another to read its own result. On a GPU any move only
+enqueues, and nothing is left to do later (`redistribute.move_async`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from typing import Any
 import torch
 
 from weft import settings
-from weft.collectives import Exchange, exchange, hosts, process_groups
+from weft.collectives import Exchange, exchange, hosts
 from weft.collectives.prices import between_hosts
+from weft.collectives.process_groups import OnTheWay
 from weft.collectives.ranks.caches import KeptDict
 from weft.collectives.ranks.flight import GENERIC, call_of
 from weft.collectives.ranks.group import Group, kept_by_group
@@ -114,36 +115,33 @@ def _moved_by_hosts(
         if offset and me in plan.read_by_others:
             ex.local(tuple(local.shape), local.dtype).copy_(local)
         kept = ex.local((sum(share.numel for share in plan.kept[me]),), local.dtype, offset)
-        work: Any = None
+        way: OnTheWay | None = None
         if plan.results_cross:
             sent = [[(keeper, values[share.number]) for keeper in share.keepers] for share in given]
             receives = [(share.giver, share.numel) for share in plan.kept[me]]
-            work = _exchanged(group, kept, itertools.chain(*sent), receives)
+            way = _begun(group, kept, itertools.chain(*sent), receives)
         else:
             for share in plan.kept[me]:
                 start = plan.places[me][share.number]
                 kept[start : start + share.numel] = values[share.number].reshape(-1)
         # A deferred result must not see what is written to `local` in the meantime.
         local = local.clone() if channel and offset else local
-        if work is None:
-            ex.signal_all()
         told = threading.Event()
-        in_stream = group.virtual is not None or group.on_gpus(local.device)
-        later = bool(channel) and work is not None and not in_stream
-        if later and work is not None:
-            work.get_future().then(lambda done: _arrived(done, ex, told))
+        if way is None:
+            ex.signal_all()
+        elif channel:
+            way.work.get_future().then(lambda done: _arrived(done, ex, told))
         yield
-        if work is not None:
-            process_groups.wait_for_result(work, group, kept, op)
-        if later:
+        if way is not None:
+            way.come()
+            if not channel:
+                ex.signal_all()
             # This call's signals must not come after those of the next.
-            if not told.wait(settings.timeout_s()):
+            elif not told.wait(settings.timeout_s()):
                 raise WeftError(
                     f"{op}: what comes from other hosts is here, but the process group's thread "
                     f"has not told this host's ranks within WEFT_TIMEOUT_S"
                 )
-        elif work is not None:
-            ex.signal_all()
         return _assembled(step, local, ex, offset, ours)
 
 
@@ -185,9 +183,7 @@ def _sums_to_give(
         coming = sorted((rank, share) for share in given for rank, _ in share.terms if rank != me)
         receives = [(rank, share.numel) for rank, share in coming]
         parts = local.new_empty(sum(n for _, n in receives), dtype=wide)
-        process_groups.wait_for_result(
-            _exchanged(group, parts, sent, receives), group, parts, "redistribute"
-        )
+        _begun(group, parts, sent, receives).come()
         for (rank, share), part in zip(coming, parts.split([n for _, n in receives]), strict=True):
             came.setdefault(share.number, {})[rank] = part.view(block_shape(share.source))
     values = {}
@@ -204,7 +200,7 @@ def _sums_to_give(
     return values
 
 
-def _exchanged(group: Group, out: torch.Tensor, sent: Any, receives: list[tuple[int, int]]) -> Any:
+def _begun(group: Group, out: torch.Tensor, sent: Any, receives: list[tuple[int, int]]) -> OnTheWay:
     """Begin to send (to whom, what), each rank's in their order; `receives`: (from whom, elements)
     in the order of ranks.
     """
@@ -217,7 +213,7 @@ def _exchanged(group: Group, out: torch.Tensor, sent: Any, receives: list[tuple[
     packed = [each for parts in leaving for each in parts]
     x = torch.cat(packed) if packed else out.new_empty(0)
     sends = [sum(map(torch.Tensor.numel, parts)) for parts in leaving]
-    return process_groups.exchange_begun(out, x, coming, sends, group)
+    return OnTheWay(x, coming, sends, group, "redistribute", out)
 
 
 def _local_of(

@@ -22,7 +22,6 @@ from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import Replicate
 
 from weft import settings
@@ -36,9 +35,8 @@ from weft.collectives import (
 )
 from weft.collectives.memory.checks import check_call
 from weft.collectives.prices import between_hosts
-from weft.collectives.process_groups import REDUCIBLE, ReduceOp, sendable
+from weft.collectives.process_groups import REDUCIBLE, OnTheWay, ReduceOp
 from weft.collectives.profiled import profiled
-from weft.collectives.ranks.bounds import finish
 from weft.collectives.ranks.flight import GENERIC, call_of
 from weft.collectives.ranks.group import Group, kept_by_group, resolve
 from weft.collectives.ranks.reports import check_all
@@ -422,23 +420,13 @@ def _all_to_all(
                 receives[source_ranks[holder]] += piece.numel
     packed = [block for rank in group.ranks for block in sends[rank]]
     outgoing = torch.cat(packed) if packed else local.new_empty(0)
-    incoming = local.new_empty(sum(receives.values()))
     with group.calls.noting(call_of("redistribute", step.told, "generic")):
         group.calls.runs(GENERIC)
-        work = dist.all_to_all_single(
-            sendable(incoming),
-            sendable(outgoing),
-            [receives[rank] for rank in group.ranks],
-            [sum(block.numel() for block in sends[rank]) for rank in group.ranks],
-            group=group.pg,
-            async_op=True,
-        )
+        leaving = [sum(map(torch.Tensor.numel, sends[rank])) for rank in group.ranks]
+        way = OnTheWay(outgoing, [*receives.values()], leaving, group, "redistribute")
         local = local.clone() if later else local
         yield
-        if group.virtual or local.is_cuda:
-            work.wait()  # on a GPU it is the stream that waits
-        else:
-            finish(group, "redistribute", work)
+        incoming = way.come()
     starts = dict(
         zip(group.ranks, itertools.accumulate([0, *list(receives.values())[:-1]]), strict=True)
     )

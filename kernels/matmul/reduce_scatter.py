@@ -33,6 +33,7 @@ from weft.collectives import Group, all_gather, exchange, reduce_scatter, worksp
 from weft.collectives.device.launches import layouts_of
 from weft.collectives.hosts import Crossing
 from weft.collectives.memory.repeatable import repeatable
+from weft.collectives.prices import between_hosts
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
 from weft.collectives.ranks.group import GroupLike
 from weft.kernels.engine import shards
@@ -143,13 +144,17 @@ class _MatmulReduceScatter(SumFunction):
 def _gradients(
     call: SumCall, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, needs: Sequence[bool]
 ) -> Gradients:
-    record_backward(OP.name, call.engine, call.group, "all_gather")
+    engine = call.engine
+    if engine == "hosts":  # a small sum may pay in two levels where its gather does not
+        nbytes = sum(call.rows) * w.shape[1] * dy.element_size()
+        engine, _ = between_hosts.choice("all_gather", call.group, dy.device, nbytes)
+    record_backward(OP.name, engine, call.group, "all_gather")
     given = ScatterGradient(
         x, w, dy.contiguous(), call.group, call.rows, call.average, needs, call.told
     )
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or engine == "generic":
         return _differentiable_backward(given)
-    made: Gradients = OP.backward[call.engine](given)
+    made: Gradients = OP.backward[engine](given)
     return made
 
 

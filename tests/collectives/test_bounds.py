@@ -75,7 +75,7 @@ def test_all_calls_are_right_on_several_hosts() -> None:
 
 @often
 def several_hosts_body() -> None:
-    groups = [new_group((0, 1, 2)) for _ in range(4)]
+    groups = [new_group((0, 1, 2)) for _ in range(2)]
     x, rank = torch.ones(4), dist.get_rank()
     with on_several_hosts():
         for group in [*groups, None]:
@@ -84,9 +84,7 @@ def several_hosts_body() -> None:
         os.environ["WEFT_TIMEOUT_S"] = str(BOUND_S)
         calls: list[Callable[[], object]] = [
             lambda: c.all_reduce(x, groups[0]),
-            lambda: c.all_gather(x, groups[1]),
-            lambda: c.broadcast(x, 2, groups[2]),
-            lambda: c.barrier(groups[3]),
+            lambda: c.barrier(groups[1]),
             redistributed,
         ]
         if rank != 2:  # which stays away

@@ -16,7 +16,7 @@ from test_hosts import on_hosts
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import weft
-from weft.collectives import process_groups
+from weft.collectives import hosts
 from weft.dtensor import (
     DeviceMesh,
     DTensor,
@@ -84,8 +84,7 @@ def over_hosts_body(sizes: tuple[int, ...], layout: str) -> None:
     ("mesh", "layout"),
     [
         ((4,), "ABAA"),
-        ((2, 2), "ABAB"),
-        pytest.param((2, 2), "AABB", marks=pytest.mark.slow),
+        *(pytest.param((2, 2), each, marks=pytest.mark.slow) for each in ("ABAB", "AABB")),
     ],
     ids=str,
 )
@@ -100,18 +99,18 @@ def all_mesh_dims_body(layout: str) -> None:
         rank, S0, R, P = mesh.get_rank(), Shard(0), Replicate(), Partial()
         whole = torch.arange(7 * 3, dtype=torch.float32).view(7, 3)
         crossed: list[int] = []
-        begun = process_groups.exchange_begun
+        begun = hosts.OnTheWay
 
-        def counting(out: torch.Tensor, x: torch.Tensor, *rest: Any) -> Any:
+        def counting(x: torch.Tensor, *rest: Any) -> Any:
             crossed.append(x.numel())
-            return begun(out, x, *rest)
+            return begun(x, *rest)
 
         for before, after, sent in (([S0, S0], [R, R], 21), ([P, P], [R, R], 2 * 21)):
             x = distribute_tensor(whole, mesh, before if before[0] == S0 else [R, R])
             if before[0] == P:
                 x = DTensor.from_local(whole * (rank + 1), mesh, before, run_check=False)
             crossed.clear()
-            with patch.object(process_groups, "exchange_begun", counting):
+            with patch.object(hosts, "OnTheWay", counting):
                 told = weft.explain(lambda x=x, after=after: x.redistribute(placements=after))
                 made = x.redistribute(placements=after).to_local()
             assert [each.engine for each in told if each.op == "redistribute"] == ["hosts"], told

@@ -168,20 +168,21 @@ def walk_body(
 
 
 WALKS = [
-    ("AABB", [[0, 1], [2, 3]], (7, 12)),
-    ("ABBB", [[0, 1], [2, 3]], (8, 5)),
-    ("BAAB", [[3, 0], [1, 2]], (6, 9)),
-    ("ABCA", [[0, 1], [2, 3]], (9, 4)),
+    ("AABB", [[0, 1], [2, 3]], (7, 12), False),
+    ("ABBB", [[0, 1], [2, 3]], (8, 5), True),
+    ("BAAB", [[3, 0], [1, 2]], (6, 9), True),
+    ("ABCA", [[0, 1], [2, 3]], (9, 4), False),
 ]
-SIX = [
-    ("AAABBB", [[0, 1, 2], [3, 4, 5]], (7, 12)),
-    ("ABBACC", [[0, 5], [4, 1], [2, 3]], (10, 7)),
+LONGER = [
+    *((*walk, not later) for *walk, later in WALKS),
+    *(("AAABBB", [[0, 1, 2], [3, 4, 5]], (7, 12), later) for later in (False, True)),
+    *(("ABBACC", [[0, 5], [4, 1], [2, 3]], (10, 7), later) for later in (False, True)),
 ]
 
 
-@pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
 @pytest.mark.parametrize(
-    ("layout", "grid", "shape"), [*WALKS, *(pytest.param(*w, marks=pytest.mark.slow) for w in SIX)]
+    ("layout", "grid", "shape", "later"),
+    [*WALKS, *(pytest.param(*walk, marks=pytest.mark.slow) for walk in LONGER)],
 )
 def test_each_byte_crosses_once(
     ranks: Any, layout: str, grid: Any, shape: Any, later: bool

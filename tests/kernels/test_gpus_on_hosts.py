@@ -57,6 +57,7 @@ def experts_body(layout: str, case: dict[str, Any]) -> None:
         assert kernel.called
 
 
+@pytest.mark.slow
 def test_experts(ranks: Any) -> None:
     """Against a loop over tokens in float64, every gradient, and again bit for bit."""
     ranks(3, experts_body, "ABB", {"tokens": (1, 0, 2), "E": 3, "k": 1})
@@ -133,9 +134,8 @@ def moves_body(*args: Any) -> list[tuple[str, int, int]]:
         return test_host_moves.walk_body(*args)
 
 
-@pytest.mark.parametrize(
-    "later", [pytest.param(False, marks=pytest.mark.slow), True], ids=["now", "later"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
 def test_moves(ranks: Any, later: bool) -> None:
     """Of DTensors: at the least of bytes."""
     told = ranks(4, moves_body, "BAAB", [[3, 0], [1, 2]], (6, 9), 4, later)

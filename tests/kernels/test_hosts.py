@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -108,7 +109,7 @@ def inside_body(kind: str, engine: str) -> list[torch.Tensor]:
 
     cheapest = engines._cheapest
     with patch.object(engines, "_cheapest", chosen):
-        return cases_body(kind, "ABB", 256, "triton", 4)
+        return cases_body(kind, "ABB", 256, "triton", 2)
 
 
 @needs_interpreter
@@ -296,9 +297,35 @@ def lost_body(op: str) -> None:
                 time.sleep(0.02)
 
 
-@pytest.mark.parametrize("op", ["all_gather_matmul", "all_reduce"])
+@pytest.mark.parametrize(
+    "op", [pytest.param("all_gather_matmul", marks=pytest.mark.slow), "all_reduce"]
+)
 def test_a_rank_that_stays_away_is_named(own_ranks: Any, op: str) -> None:
     own_ranks(4).run(lost_body, op, timeout_s=60)
+
+
+@pytest.mark.parametrize(
+    ("ranks_of", "named"), [((5, 7), (0, 2)), ((4, 5, 6, 7), (0, 1)), ((0, 5), (0, 1))]
+)
+def test_who_is_named(ranks_of: tuple[int, ...], named: tuple[int, ...]) -> None:
+    """Numbers of the ranks of a host become those of the whole group; no other group's do, of which
+    an earlier call on a GPU may have failed."""
+    group = groups.Group(None, 0, 4, (5, 6, 7, 8), (), hosts=((0, 2), (1, 3)))
+    said = patch.object(crossings.Presence, "now", return_value=Mock())
+    with said, pytest.raises(weft.PeerTimeout) as caught, crossings.naming(group, "a call"):
+        raise weft.PeerTimeout(0, 1, "a part", 3, 1.0, absent=(0, 1), ranks=ranks_of)
+    assert caught.value.absent == named
+    assert pickle.loads(pickle.dumps(caught.value)).ranks == caught.value.ranks
+
+
+@pytest.mark.ranks(3)
+def test_ranks_of_a_host_have_the_backend_of_their_group() -> None:
+    with on_hosts("AAB"):
+        own = resolve(dist.new_group(backend="cpu:gloo"))
+        for group in own, resolve(None):
+            inside = crossings.inside_of(group)
+            assert dist.get_backend(inside.pg) == dist.get_backend(group.pg)
+            assert crossings.inside_of(group) is inside
 
 
 def on_real_hosts(
