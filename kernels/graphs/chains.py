@@ -51,6 +51,8 @@ def is_reshape(node: Any) -> bool:
     if is_call(node, aten.permute.default):  # of dims of size 1, as torch.einsum makes them
         moved = [dim for dim in node.args[1] if shape(node.args[0])[dim] != 1]
         return moved == sorted(moved)
+    if is_call(node, aten.slice.Tensor):  # of all that there is, by symbols
+        return str(shape(node)) == str(shape(node.args[0]))
     return is_call(node, *_RESHAPES)
 
 

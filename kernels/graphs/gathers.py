@@ -51,6 +51,7 @@ def fuse_gather(graph: Graph, node: Node) -> Outcome:
     rows = grown_from(whole, is_reshape)
     matrices = [each for each in rows if keeps_columns(each, whole)]
     products = [user for each in matrices for user in each.users if _takes(user, each, node)]
+    products = [each for each in products if not _takes_more(each, rows)]
     if not products and (count := _contract(graph, node, rows, dim)):
         return "all_gather_matmul_backward", counted(count, "contraction"), True
     if not products:
@@ -140,6 +141,8 @@ def _contract(graph: Graph, gather: Node, rows: list[Node], dim: int) -> int:
         else:
             return 0
     others = [*products.values()]
+    if {*rows} & ancestors(others):
+        return 0
     if not products or dim == len(shape(whole)) - 1 or not x.meta["val"].is_floating_point():
         return 0
     at = Builder(graph, min(products, key=order.__getitem__))
@@ -228,6 +231,11 @@ def _takes(product: Node, rows: Node, gather: Node) -> bool:
         return False
     bias = product.args[0]
     return isinstance(bias, Node) and len(shape(bias)) == 1
+
+
+def _takes_more(product: Node, rows: list[Node]) -> bool:
+    """Whether what multiplies the gathered tensor, or is added, is made of it."""
+    return bool({*rows} & ancestors([n for n in product.all_input_nodes if n not in rows]))
 
 
 def _made_together(products: list[Node], order: dict[Node, int]) -> list[Node]:

@@ -248,12 +248,13 @@ def terms_of(collective: Node, whole: Node) -> tuple[list[Node], str]:
         elif not is_reshape(node) and not is_cast(node):
             others.append(node)
             return
-        if len(node.users) > 1:
+        if len(node.users) > 1 and not (node is whole and set(node.users) <= pieces):
             refusals.append("this rank's partial result has other uses")
         for each in below:
             walk(each)
 
     others: list[Node] = []
+    pieces = {*collective.all_input_nodes[0].all_input_nodes}  # in which it is cut and joined
     walk(whole)
     if not terms:
         return [], _NO_PRODUCT

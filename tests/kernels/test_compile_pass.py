@@ -70,12 +70,12 @@ def step(model: Callable[..., Any], x: torch.Tensor, parameters: list[nn.Paramet
     return [each.detach().clone() for each in local if each is not None]
 
 
-def held(model: nn.Module, x: torch.Tensor, backend: Any) -> None:
+def held(model: nn.Module, x: torch.Tensor, backend: Any, dynamic: bool | None = None) -> None:
     """Whether what is compiled returns what the model itself does."""
     torch._dynamo.reset()
     parameters = list(model.parameters())
     plain = step(model, x, parameters)
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
     for _ in range(2):
         made = step(compiled, x, parameters)
         assert len(made) == len(plain)
@@ -172,10 +172,10 @@ def dtensor_model(kind: str) -> tuple[nn.Module, torch.Tensor]:
     return Local(model, mesh()), own_part(1)
 
 
-def torch_styles(kind: str) -> list[list[tuple[str, str, str]]]:
+def torch_styles(kind: str, dynamic: bool | None = None) -> list[list[tuple[str, str, str]]]:
     graphs: list[Receipts] = []
     model, x = dtensor_model(kind)
-    held(model, x, by_pass(True, graphs))
+    held(model, x, by_pass(True, graphs), dynamic)
     return [[(r.collective, r.fused, r.why) for r in receipts] for receipts in graphs]
 
 
@@ -369,6 +369,14 @@ def test_batches_of_one_and_symbols(ranks: Any) -> None:
         assert dynamic == [(2, 2)] * 2 and static == [(2, 2)] * 3
 
 
+@pytest.mark.slow
+def test_styles_of_torch_by_symbols(ranks: Any) -> None:
+    """Torch cuts what is gathered to the length that it has."""
+    one = (*GATHER, "1 matmul")
+    for found in ranks(2, torch_styles, "mlp sequence", True):
+        assert found == [[one, SCATTER], [one, SCATTER]]
+
+
 def rewritten(
     call: Callable[..., Any], *given: torch.Tensor, atol: float = 2e-5
 ) -> list[tuple[str, str]]:
@@ -416,8 +424,19 @@ def chains() -> list[Any]:
         result: torch.Tensor = reduce_scatter_tensor(y, "sum", 1, world())
         return result
 
+    def sliced(x: torch.Tensor) -> torch.Tensor:
+        """As gradients are cut of what was gathered along another dim than the first."""
+        y = (gather(x, 1) @ up).relu() @ down
+        y = torch.cat([y[:, :S], y[:, S:]])
+        result: torch.Tensor = reduce_scatter_tensor(y, "sum", 0, world())
+        return result
+
+    def squared(x: torch.Tensor) -> torch.Tensor:
+        rows = gather(x[0], 0)
+        return rows @ rows.t()
+
     found = [rewritten(einsum, x), rewritten(cast_up, x, atol=0.5), rewritten(cast_down, x)]
-    more = mean_of_sums, sums, uneven_sums, something_else
+    more = sliced, squared, mean_of_sums, sums, uneven_sums, something_else
     return [*found, *(rewritten(call, x) for call in more)]
 
 
@@ -428,6 +447,8 @@ def test_casts_batches_of_one_and_sums_of_matmuls(ranks: Any) -> None:
             both,
             both,
             [("matmul_all_reduce", "a matmul")],
+            both,
+            [("", "no matmul takes it as its rows")],
             [("all_gather_matmul_backward", "2 matmuls")],
             [(SUM, "2 matmuls"), (SUM, "added up before, and moved once")],
             [REDUCE[1:]] * 2,
