@@ -84,7 +84,7 @@ def over_hosts_body(sizes: tuple[int, ...], layout: str) -> None:
     ("mesh", "layout"),
     [
         ((4,), "ABAA"),
-        ((2, 2), "ABAB"),
+        pytest.param((2, 2), "ABAB", marks=pytest.mark.slow),
         pytest.param((2, 2), "AABB", marks=pytest.mark.slow),
     ],
     ids=str,

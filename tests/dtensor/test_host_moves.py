@@ -179,6 +179,7 @@ SIX = [
 ]
 
 
+@pytest.mark.slow_where(layout=["ABBB", "BAAB", "ABCA"], later=True)
 @pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
 @pytest.mark.parametrize(
     ("layout", "grid", "shape"), [*WALKS, *(pytest.param(*w, marks=pytest.mark.slow) for w in SIX)]
