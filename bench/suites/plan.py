@@ -114,6 +114,7 @@ def plan_verdict(cases: Sequence[Case]) -> str:
 def _model(spec: Spec, dtype: torch.dtype, device: str) -> nn.Module:
     shape = LlamaShape(**spec.params["shape"])
     made = seeded_llama(shape, dtype, device)
+    block: Any
     for block in made.blocks if spec.params["experts"] else ():
         ffns = nn.ModuleList(copy.deepcopy(block.ffn) for _ in range(spec.params["experts"]))
         block.ffn = _Experts(ffns, shape.d_model).to(device, dtype)
