@@ -37,6 +37,7 @@ from weft.kernels import (
     route,
 )
 from weft.kernels.engine.fp8 import Quantize, check_quantize
+from weft.kernels.experts.grouped import experts_of_rows
 from weft.kernels.experts.routing import check_weights
 from weft.kernels.layers.expert_code import KnownExperts, known_experts
 
@@ -130,7 +131,7 @@ class ExpertParallel(ParallelStyle):
         tokens = _own_tokens(x, mesh, given)
         others = Shard(0) if is_own else Replicate()
         if len(rest) == 1:
-            ids = _own_tokens(_experts_of_rows(rest[0], len(x)), mesh, others)
+            ids = _own_tokens(experts_of_rows(_ends_of(rest[0]), len(x)), mesh, others)
             weights = None
         else:
             ids, weights = (_own_tokens(each, mesh, others) for each in rest)
@@ -167,19 +168,11 @@ def _own_tokens(x: torch.Tensor, mesh: DeviceMesh, given: Placement) -> torch.Te
     return x.redistribute(placements=(Shard(0),)).to_local()
 
 
-def _experts_of_rows(num_tokens_per_expert: torch.Tensor, rows: int) -> torch.Tensor:
-    """The experts (R, 1) of sorted rows; -1 for those that no expert has."""
+def _ends_of(num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
+    """Where the rows of each expert end."""
     if isinstance(num_tokens_per_expert, DTensor):
         num_tokens_per_expert = num_tokens_per_expert.full_tensor()
-    ends = num_tokens_per_expert.cumsum(0).to(torch.int32)
-    expert = _number_of_expert(ends, rows)
-    return expert.masked_fill(expert == len(ends), -1).unsqueeze(1)
-
-
-def _number_of_expert(ends: torch.Tensor, rows: int) -> torch.Tensor:
-    """Of each of sorted rows; len(ends) from the last end on."""
-    at = torch.arange(rows, dtype=torch.int32, device=ends.device)
-    return torch.searchsorted(ends, at, right=True)
+    return num_tokens_per_expert.cumsum(0).to(torch.int32)
 
 
 def _fused(
@@ -224,9 +217,10 @@ def _by_module(
     if weights is None:
         counts = routing.counts.sum(0).to(integers)
         return _used(parts.run(forward, rows, counts), routing)
-    expert = _number_of_expert(routing.ends, len(rows)).clamp(max=len(routing.ends) - 1)
+    # Those of nobody are of any.
+    expert = experts_of_rows(routing.ends, len(rows)).clamp(min=0)
     ones = weights.new_ones(len(rows), 1)
-    made = parts.run(forward, rows, expert.unsqueeze(1).to(integers), ones)
+    made = parts.run(forward, rows, expert.to(integers), ones)
     return _used(made, routing)
 
 

@@ -561,7 +561,6 @@ def dispatched(
             table,
             told.tokens,
             numbers=None if quantize else numbers[rank],
-            tensor_parallel_size=tp,
             quantize=quantize,
             config=config,
         )

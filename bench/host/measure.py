@@ -162,7 +162,6 @@ def prepared(params: dict[str, Any]) -> Iterator[Callable[[int], Any]]:
             stack.enter_context(patch.object(decode, "host_reads", lambda lengths: False))
             for module in (all_gather_launch, shards):
                 stack.enter_context(patch.object(module, "is_eager", lambda device: True))
-            stack.enter_context(patch.object(copy_engines, "writes_in_stream", lambda device: True))
             stack.enter_context(patch.object(copy_engines, "stream_write", _written))
             stack.enter_context(
                 patch.object(exchange, "_VirtualStreamExchange", exchange.StreamExchange)

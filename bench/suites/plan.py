@@ -23,7 +23,7 @@ from weft.bench.blocks.tensor_parallel import mesh_of_ranks
 from weft.bench.problem import Call, Options, Prepared, Spec, arrived
 from weft.bench.rows import Case
 from weft.bench.suites.model import demo_sizes, demo_tokens, seeded_llama
-from weft.demo.model import LlamaShape
+from weft.demo.model import Block, LlamaShape
 
 NAME = "plan"
 WORLD: Literal["ranks", "one"] = "ranks"
@@ -112,12 +112,12 @@ def plan_verdict(cases: Sequence[Case]) -> str:
 
 
 def _model(spec: Spec, dtype: torch.dtype, device: str) -> nn.Module:
-    shape = LlamaShape(**spec.params["shape"])
+    shape, experts = LlamaShape(**spec.params["shape"]), spec.params["experts"]
     made = seeded_llama(shape, dtype, device)
-    block: Any
-    for block in made.blocks if spec.params["experts"] else ():
-        ffns = nn.ModuleList(copy.deepcopy(block.ffn) for _ in range(spec.params["experts"]))
-        block.ffn = _Experts(ffns, shape.d_model).to(device, dtype)
+    for block in made.modules():
+        if experts and isinstance(block, Block):
+            ffns = nn.ModuleList(copy.deepcopy(block.get_submodule("ffn")) for _ in range(experts))
+            block.set_submodule("ffn", _Experts(ffns, shape.d_model).to(device, dtype))
     return made
 
 

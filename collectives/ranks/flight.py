@@ -293,12 +293,15 @@ class Calls:
 
     @contextmanager
     def noting(self, call: Call) -> Iterator[None]:
-        """Note a call of this rank that other calls are made of."""
+        """Note a call of this rank that other calls are made of.
+
+        One whose result is dropped unread, as of a move that is under way, has not failed.
+        """
         noted = self.begin(call)
         try:
             yield
-        except BaseException:
-            self.end(noted, failed=True)
+        except BaseException as error:
+            self.end(noted, failed=not isinstance(error, GeneratorExit))
             raise
         self.end(noted)
 

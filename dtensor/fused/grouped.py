@@ -25,6 +25,7 @@ from weft.dtensor.tensor import DTensor, as_global, local_part, outside_result
 from weft.dtensor.tracing.grad_recording import apply, is_nothing, needs_grad
 from weft.kernels import Routing, combine, dispatch_grouped_matmul, route
 from weft.kernels import dispatch as dispatch_rows
+from weft.kernels.experts.grouped import experts_of_rows
 
 
 def grouped_matmul(
@@ -111,11 +112,7 @@ def _routing(plan: CallPlan, x: DTensor, w: DTensor, offs: DTensor) -> Routing:
     named = f"{layout!r} @ {w._layout!r}"
     check_explicit(lambda: named, layout, layout.with_placements(whole))
     ends = offs.to_local()
-    at = (
-        torch.arange(layout.local_shape[0], dtype=ends.dtype, device=ends.device) + layout.offset[0]
-    )
-    group = torch.searchsorted(ends, at, right=True)
-    ids = group.masked_fill(group == len(ends), -1).unsqueeze(1)  # rows that no group has
+    ids = experts_of_rows(ends, layout.local_shape[0], layout.offset[0])
     return route(ids, len(ends), layout.mesh.get_group(dim))
 
 

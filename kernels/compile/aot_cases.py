@@ -105,9 +105,13 @@ def catching(*modules: ModuleType) -> Iterator[list[Launch]]:
         yield caught
 
 
+class _Attributes(SimpleNamespace):
+    """One that can be referred to weakly, as workspaces are."""
+
+
 def _workspace() -> Any:
     table = torch.empty(_W, dtype=torch.int64, device="meta")
-    return SimpleNamespace(
+    return _Attributes(
         group=SimpleNamespace(on_gpus=lambda device: True, virtual=None),
         rank=0,
         world_size=_W,
@@ -315,7 +319,7 @@ def _collective_launches(chip: Chip, dtype: torch.dtype) -> Iterator[tuple[str, 
         stream_signals.end_in_stream(ws)
         stream_signals.end_in_stream(ws, [torch.empty(8, 8, dtype=dtype, device="meta")] * 2)
         sizes_of = [8, 8] + [0] * (_W - 2)
-        fetching = copy_engines.Fetching(ws, sizes_of, 8, dtype, 8, None, eager=True)
+        fetching = copy_engines.Fetching(ws, sizes_of, 8, dtype, 8, None, eager=False)
         fetching.publish(torch.empty(8, 8, dtype=dtype, device="meta"), None, 8, 32, 32)
         fetching.start(torch.empty(16, 8, dtype=dtype, device="meta"), None, None)
         fetching.finish([torch.empty(8, 8, dtype=dtype, device="meta")] * 2)
@@ -533,6 +537,7 @@ def _expert_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, Laun
         ]
     for case, tokens, transposed, activation, odd in sizes:
         R, K, N = _W * tokens * _TOP_K, _EXPERT_K + odd, _EXPERT_N + odd
+        rows_each = tokens * _TOP_K // _EXPERTS
         ends, *rows = (empty(n, dtype=torch.int32) for n in (_EXPERTS, R, R, R))
         table = RowTable(ends, *rows)
         w = empty(_EXPERTS, N, K).transpose(1, 2) if transposed else empty(_EXPERTS, K, N)
@@ -546,6 +551,7 @@ def _expert_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, Laun
                 activation=activation,
                 keep_sums=activation == "gelu",
                 numbers=empty(tokens, _TOP_K, dtype=torch.float32) if transposed else None,
+                rows_each=rows_each,
             )
         yield case, caught[-1]
         ids = empty(tokens, _TOP_K, dtype=torch.int32)
@@ -589,6 +595,7 @@ def _expert_launches(dtype: torch.dtype, wide: bool) -> Iterator[tuple[str, Laun
                     ids.view(-1, 1) if by_slot else ids,
                     _W * _EXPERTS,
                     topk_weights=None if by_slot else empty(tokens, _TOP_K, dtype=torch.float32),
+                    rows_each=rows_each,
                 )
             yield from ((name, launch) for launch in caught)
 
@@ -626,6 +633,7 @@ def _expert_gather_launches(
                 activation=activation,
                 keep_sums=activation is not None and not quantize,
                 numbers=numbers,
+                rows_each=tokens * _TOP_K // _EXPERTS,
                 quantize=quantize,
             )
         yield from ((case, launch) for launch in caught[0 if quantize else -1 :])

@@ -108,6 +108,7 @@ def launch_combine(
     *,
     topk_weights: torch.Tensor | None = None,
     tensor_parallel_size: int = 1,
+    rows_each: int = 1,
     wire_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
     config: CombineConfig | None = None,
@@ -125,6 +126,7 @@ def launch_combine(
         experts: of all ranks.
         topk_weights: (T, k) of any floating dtype; None: 1.
         tensor_parallel_size: how many consecutive ranks hold parts of the same experts.
+        rows_each: as in `launch_dispatch`.
         wire_dtype: in which results travel, the same on all ranks; default that of hs.
         out_dtype: of y; default that of hs.
         config: default `combine_config`.
@@ -137,11 +139,10 @@ def launch_combine(
     check_table(table, E, h.device)
     wire = wire_dtype or h.dtype
     if config is None:
-        expected = max(1, len(table.rows) * parts // (W * max(1, E)))
         aligned = aligned_sizes(H, *(x.shape[1] for x in hs if weights))
         chip = chip_of(h.device)
         config = combine_config(
-            expected, H, h.dtype, chip, experts=E, aligned=aligned, tokens=max(tokens)
+            rows_each, H, h.dtype, chip, experts=E, aligned=aligned, tokens=max(tokens)
         )
     needed = combine_bytes(max(tokens), k * parts, H, wire)
     check_room(ws, needed, "combine_bytes(max(tokens), k * parts, H, wire_dtype)")

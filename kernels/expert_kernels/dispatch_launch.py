@@ -121,11 +121,6 @@ def _waits_for_links(N: int, dtype: torch.dtype) -> bool:
     return dtype.itemsize == 2 and N <= 2048
 
 
-def expected_rows(R: int, tensor_parallel_size: int, world_size: int, experts: int) -> int:
-    """Of each of a rank's experts, if tokens choose all alike and R is the most that can come."""
-    return max(1, R * tensor_parallel_size // (world_size * max(1, experts)))
-
-
 def rows_come_first(
     rows: int, Ns: Sequence[int], K: int, world_size: int, experts: int, chip: Hardware
 ) -> bool:
@@ -185,7 +180,7 @@ def launch_dispatch(
     numbers: torch.Tensor | None = None,
     activation: Activation | None = None,
     keep_sums: bool = False,
-    tensor_parallel_size: int = 1,
+    rows_each: int = 1,
     quantize: bool = False,
     config: DispatchConfig | None = None,
 ) -> Dispatched:
@@ -201,7 +196,7 @@ def launch_dispatch(
         numbers: (T, k) fp32, for each slot of this rank's tokens; on all ranks or none.
         activation: see `weft.kernels.engine.epilogues`; "swiglu" makes one y of two weights.
         keep_sums: also return the activation's arguments.
-        tensor_parallel_size: how many ranks hold parts of the same experts.
+        rows_each: about how many an expert gets, by which `config` goes.
         quantize: whether rows travel in fp8, with a scale each, and without numbers. Not without
             copy programs.
         config: default `dispatch_config`; without copy programs, neither rows nor numbers come.
@@ -210,10 +205,8 @@ def launch_dispatch(
     check_table(table, E, x.device)
     pair, Ns = activation == "swiglu", tuple(w.shape[2] for w in weights)
     if config is None:
-        # On a GPU R is what comes if all tokens choose experts of this rank.
-        expected = expected_rows(R, tensor_parallel_size, W, E)
         config = dispatch_config(
-            expected,
+            rows_each,
             sum(Ns),
             x.dtype,
             W,

@@ -159,9 +159,10 @@ def launch_few_tokens(
     (T, K), k, W, E = x.shape, topk_ids.shape[1], ws.world_size, experts[ws.rank]
     pair, Ns, most = activation == "swiglu", tuple(w.shape[2] for w in weights), max(tokens)
     R, tp = sum(tokens) * k, tensor_parallel_size
+    ends = [*accumulate(experts[::tp])]
     if config is None:
         config = few_config(
-            max(1, R * tp // (W * max(1, E))),
+            max(1, R // max(1, ends[-1])),
             sum(Ns),
             x.dtype,
             most,
@@ -176,7 +177,6 @@ def launch_few_tokens(
         )
     needed, ids_at = few_bytes(most, k, K, FP8 if quantize else x.dtype, W)
     check_room(ws, needed, "few_bytes(max(tokens), k, K, dtype in which rows travel, W)")
-    ends = [*accumulate(experts[::tp])]
     afters = tuple(ends[rank // tp] for rank in range(W))
     firsts = tuple(after - own for after, own in zip(afters, experts, strict=True))
     ys = [x.new_empty(R, N) for N in (Ns[:1] if pair else Ns)]

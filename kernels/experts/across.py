@@ -15,7 +15,8 @@ rows of both stand in the order of `routing`. Results are added up in fp32 in th
 each host, rounded to the wire once a host, and then in the order of the hosts.
 
 On CPUs the engine inside is `host`, on GPUs `launched`. How many tokens cross must be known on the
-host: on a GPU that waits for the device, once for a routing.
+host: on a GPU that waits for the device, once for a routing. There rooms for tokens and rows are of
+few sizes, as launches are kept by the size of what they take.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from types import ModuleType
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
@@ -35,7 +35,7 @@ from weft.collectives.ranks.chunks import offsets
 from weft.collectives.topology import here, inside_of
 from weft.kernels.engine.epilogues import keeps_sums
 from weft.kernels.engine.local_matmul import sum_dtype
-from weft.kernels.experts import host
+from weft.kernels.experts.by_engine import engine_module
 from weft.kernels.experts.calls import CombineCall, DispatchCall, DispatchMade
 from weft.kernels.experts.routing import Roster, Routing, routing_of
 from weft.kernels.experts.rows import packed, unpacked
@@ -65,6 +65,7 @@ class Levels:
         near, far: of the tokens of this host's ranks, and of those of other hosts that each of its
             ranks holds; of the experts of this host both.
         receives: how many tokens of each rank are held here.
+        held: for how many there is room.
         sent: this rank's tokens that cross, by the rank that they go to.
         at_near, at_far: where the rows of both stand among those of the whole routing.
         engine: what runs inside.
@@ -74,7 +75,8 @@ class Levels:
         self.group, tp = routing.group, routing.tensor_parallel_size
         group, hosts, ours = self.group, self.group.hosts, here(self.group)
         self._host, W = hosts.index(ours), group.world_size
-        self.engine = _engine_inside(group.on_gpus(routing.topk_ids.device))
+        on_gpus = group.on_gpus(routing.topk_ids.device)
+        self.engine = engine_module("triton" if on_gpus else "host")
         everyones = routing.everyones
         if everyones is None:
             everyones = all_gather(routing.topk_ids, group, sizes=routing.tokens)
@@ -101,13 +103,24 @@ class Levels:
                 self._sends[to] = len(sent[to])
         self.sent = torch.cat(sent)
         inside, experts = inside_of(group), [routing.experts[rank] for rank in ours]
+        if on_gpus:  # the same for all ranks, as launches go by the tokens of all
+            held = dict.fromkeys(held, roomy(max(held.values())))
+        self.held = held[group.rank]
+        beyond = self.held - sum(self.receives)
+        foreign.append(inner.new_full((beyond, routing.top_k), -1))  # nobody's
         own = tables[self._host][routing.topk_ids.long()]
         tokens = [routing.tokens[rank] for rank in ours]
         near = Roster(inside, tp, own, tokens, experts)
         far = Roster(inside, tp, torch.cat(foreign), [*held.values()], experts)
+        # Of what all tokens of this host, and of others, ask for, that which is for its experts.
+        share = routing.top_k * sum(experts[::tp]) / max(1, sum(routing.experts[::tp]))
+        asks = [round(share * count) for count in (sum(tokens), sum(routing.tokens) - sum(tokens))]
         with self.naming("routing of tokens to experts"):
-            self.near, self.far = (_as_many_as_come(routing_of(each, None)) for each in (near, far))
-        self._count, ranks = routing.count, _as_many_as_come(routing).ranks.long()
+            self.near, self.far = (
+                _with_less_room(routing_of(each, None), assigned)
+                for each, assigned in zip((near, far), asks, strict=True)
+            )
+        self._count, ranks = routing.count, routing.ranks[: _coming(routing)].long()
         here_too = torch.zeros(W, dtype=torch.bool)
         here_too[[*ours]] = True
         is_near = here_too.to(ranks.device)[ranks]
@@ -132,13 +145,15 @@ class Levels:
         return naming(self.group, op)
 
     def out(self, x: torch.Tensor, op: str) -> _OnTheWay:
-        """This rank's x (T, ..), to the ranks that hold its tokens: (n, ..) of those held here."""
+        """This rank's x (T, ..), to the ranks that hold its tokens: (held, ..) of those here, of
+        which what is behind the last one is undefined.
+        """
         rows = x.index_select(0, self.sent)
-        return _OnTheWay(self, rows, self.receives, self._sends, op)
+        return _OnTheWay(self, rows, self.held, self.receives, self._sends, op)
 
     def back(self, sums: torch.Tensor, op: str) -> _OnTheWay:
-        """Of tokens held here, their sums (n, ..), to where they are from."""
-        return _OnTheWay(self, sums, self._sends, self.receives, op)
+        """Of tokens held here, their sums (held, ..), to where they are from."""
+        return _OnTheWay(self, sums, sum(self._sends), self._sends, self.receives, op)
 
     def added(self, own: torch.Tensor, way: _OnTheWay, dtype: torch.dtype) -> torch.Tensor:
         """Of this rank's tokens, its own host's sums and those that have come `back`, host by host
@@ -156,7 +171,12 @@ class Levels:
 
     def apart(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of the whole routing, as those of `near` and of `far`."""
-        return x.index_select(0, self.at_near), x.index_select(0, self.at_far)
+        parts = []
+        for at, routing in (self.at_near, self.near), (self.at_far, self.far):
+            rows = x.new_empty(routing.count, *x.shape[1:])
+            torch.index_select(x, 0, at, out=rows[: len(at)])
+            parts.append(rows)
+        return parts[0], parts[1]
 
     def all_apart(self, xs: Tensors) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """`apart` of several."""
@@ -166,19 +186,25 @@ class Levels:
     def together(self, near: torch.Tensor, far: torch.Tensor) -> torch.Tensor:
         """The reverse; on a GPU rows that do not come are undefined, as of any routing."""
         whole = near.new_empty(self._count, *near.shape[1:])
-        whole.index_copy_(0, self.at_near, near)
-        return whole.index_copy_(0, self.at_far, far)
+        whole.index_copy_(0, self.at_near, near[: len(self.at_near)])
+        return whole.index_copy_(0, self.at_far, far[: len(self.at_far)])
 
 
 class _OnTheWay:
     """Rows on their way between hosts."""
 
     def __init__(
-        self, levels: Levels, rows: torch.Tensor, receives: list[int], sends: list[int], op: str
+        self,
+        levels: Levels,
+        rows: torch.Tensor,
+        room: int,
+        receives: list[int],
+        sends: list[int],
+        op: str,
     ) -> None:
-        self._group, self._op, self._rows = levels.group, op, rows.contiguous()
-        self._came = rows.new_empty(sum(receives), *rows.shape[1:])
-        args = self._came, self._rows, receives, sends
+        self._group, self._op, self._rows = levels.group, op, rows[: sum(sends)].contiguous()
+        self._came = rows.new_empty(room, *rows.shape[1:])
+        args = self._came[: sum(receives)], self._rows, receives, sends
         self._work = process_groups.exchange_begun(*args, levels.group)
 
     def come(self) -> torch.Tensor:
@@ -197,19 +223,22 @@ def _levels_of(routing: Routing) -> Levels:
     return found
 
 
-def _engine_inside(on_gpus: bool) -> ModuleType:
-    if on_gpus:
-        from weft.kernels.experts import launched
-
-        return launched
-    return host
+def roomy(count: int) -> int:
+    """`count`, rounded up by an eighth at most, to one of eight sizes between it and its double."""
+    step = 1 << max(0, count.bit_length() - 4)
+    return -(-count // step) * step
 
 
-def _as_many_as_come(routing: Routing) -> Routing:
-    """On a GPU, where a routing has room for more: one whose tables end with the last row."""
-    count = int(routing.ends[-1]) if len(routing.ends) else 0
+def _coming(routing: Routing) -> int:
+    """How many rows come: on a GPU there is room for more."""
+    return int(routing.ends[-1]) if len(routing.ends) else 0
+
+
+def _with_less_room(routing: Routing, assigned: int) -> Routing:
+    """On a GPU: one whose tables end not far behind the last row. See `Routing.assigned`."""
+    count = min(routing.count, roomy(_coming(routing)))
     ranks, rows, slots = (each[:count] for each in (routing.ranks, routing.rows, routing.slots))
-    return replace(routing, ranks=ranks, rows=rows, slots=slots)
+    return replace(routing, ranks=ranks, rows=rows, slots=slots, assigned=assigned)
 
 
 def _numbers(routing: Routing, ranks: Sequence[int]) -> torch.Tensor:
@@ -267,7 +296,7 @@ def dispatch_backward(
     levels, op = _levels_of(call.routing), "dispatch_grouped_matmul backward"
     count = len(weights) if keeps_sums(call.activation) else len(dhs) if call.activation else 0
     kept, again = kept[:count], kept[count:]
-    held = x.new_empty(sum(levels.receives), x.shape[1])
+    held = x.new_empty(levels.held, x.shape[1])
     if again:
         (held,) = again
     elif any(needs_w) and rows is None:  # in a graph

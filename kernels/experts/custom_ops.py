@@ -42,7 +42,7 @@ from weft.kernels.experts.dispatch import (
     gradients,
 )
 from weft.kernels.experts.grouped import contracted, grouped_matmul
-from weft.kernels.experts.routing import Routing, routed, share
+from weft.kernels.experts.routing import Routing, rostered, routing_of, share
 
 _ops: Any = torch.ops.weft
 
@@ -69,13 +69,8 @@ def _route(
     received: int | None = None,
 ) -> list[torch.Tensor]:
     tp = tensor_parallel_size
-    made = routed(ids, own_experts, group_name, tp, capacity, sizes, num_experts)
-    if received is not None and made.count != received:
-        raise ValueError(
-            f"by their ids {made.count} rows come to this rank, but its graph was told of "
-            f"{received}: ids and numbers of rows must be made of the same counts"
-        )
-    return made.tensors[1:]
+    roster = rostered(ids, own_experts, group_name, tp, capacity, sizes, num_experts)
+    return routing_of(roster, capacity, received).tensors[1:]
 
 
 def _route_fake(

@@ -67,6 +67,13 @@ def slices(ends: torch.Tensor) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise([0, *ends.tolist()])]
 
 
+def experts_of_rows(ends: torch.Tensor, rows: int, first: int = 0) -> torch.Tensor:
+    """The experts (rows, 1) of sorted rows first, first + 1, ..: -1 from ends[-1] on."""
+    at = torch.arange(first, first + rows, dtype=ends.dtype, device=ends.device)
+    expert = torch.searchsorted(ends, at, right=True)
+    return expert.masked_fill(expert == len(ends), -1).unsqueeze(1)
+
+
 def contract(into: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> None:
     """into (K, N) = x (m, K)^T @ dy (m, N), in whatever layout `into` has."""
     if len(x) == 0:

@@ -20,7 +20,6 @@ from weft.kernels.expert_kernels.contract_grouped_kernel import launch_contract_
 from weft.kernels.expert_kernels.dispatch_launch import (
     Dispatched,
     dispatch_bytes,
-    expected_rows,
     launch_dispatch,
     rows_come_first,
 )
@@ -51,7 +50,7 @@ def dispatched(
     Args:
         told: as in `Workspace.call`.
     """
-    table, tokens, tp = _table_of(routing), routing.tokens, routing.tensor_parallel_size
+    table, tokens = _table_of(routing), routing.tokens
     wire, k = FP8 if quantize else x.dtype, int(quantize)
     nbytes = dispatch_bytes(
         max(tokens), x.shape[1], wire, k if numbers is None else numbers.shape[1]
@@ -68,7 +67,7 @@ def dispatched(
             numbers=numbers,
             activation=activation,
             keep_sums=keep_sums,
-            tensor_parallel_size=tp,
+            rows_each=routing.rows_each,
             quantize=quantize,
         )
         assert made.rows is not None
@@ -76,7 +75,8 @@ def dispatched(
         return [made.rows, *made.ys, *made.sums, *pulled]
 
     operands = [x, *weights, numbers, *table]
-    key = op, *tokens, tp, activation, keep_sums, quantize, layouts_of(operands)
+    each = routing.rows_each
+    key = op, *tokens, each, activation, keep_sums, quantize, layouts_of(operands)
     with ws.call(op, told):
         rows, *made = ws.repeat(key, operands, launched)
     count = 1 if activation == "swiglu" else len(weights)
@@ -166,13 +166,16 @@ def call_combine(
                 experts,
                 topk_weights=topk_weights,
                 tensor_parallel_size=tp,
+                rows_each=routing.rows_each,
                 wire_dtype=wire_dtype,
                 out_dtype=sum_as,
             )
         ]
 
     operands = [*hs, *weights, topk_weights, ids, *table]
-    key = op, *tokens, tp, by_slot, wire_dtype, sum_as, layouts_of(operands)
+    # All ranks' experts, and how many rows come for each, are told by no layout of this rank's.
+    told_by_all = *tokens, experts, tp, routing.rows_each
+    key = op, *told_by_all, by_slot, wire_dtype, sum_as, layouts_of(operands)
     with ws.call(op, told):
         (y,) = ws.repeat(key, operands, launched)
     return y
@@ -213,9 +216,8 @@ def _as_torch_takes(w: torch.Tensor) -> bool:
 
 def _rows_first(routing: Routing, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
     """See `rows_come_first`; `weft.explain` is told."""
-    W, tp, E = routing.group.world_size, routing.tensor_parallel_size, len(weights[0])
+    W, E, rows = routing.group.world_size, len(weights[0]), routing.rows_each
     Ns = [w.shape[2] for w in weights]
-    rows = expected_rows(routing.count, tp, W, E)
     chip = chip_of(x.device)
     first = (
         (x.dtype == torch.bfloat16 and chip.descriptors and W > 1 and E > 0 and rows > 64)

@@ -61,6 +61,7 @@ class Routing:
             and the slot there.
         load: (E,) int64: how many assignments of all ranks go to each expert, for balance losses.
         everyones: over several hosts, `topk_ids` of all ranks; None elsewhere, and in a graph.
+        assigned: how many of all ranks' assignments are about for these experts; None: all are.
     """
 
     group: Group
@@ -75,6 +76,7 @@ class Routing:
     slots: torch.Tensor
     load: torch.Tensor = field(repr=False)
     everyones: torch.Tensor | None = field(default=None, repr=False)
+    assigned: int | None = field(default=None, repr=False)
 
     @property
     def top_k(self) -> int:
@@ -107,6 +109,12 @@ class Routing:
         return len(self.rows)
 
     @property
+    def rows_each(self) -> int:
+        """About how many rows an expert gets, if tokens choose all alike."""
+        assigned = sum(self.tokens) * self.top_k if self.assigned is None else self.assigned
+        return max(1, assigned // max(1, sum(self.experts[:: self.tensor_parallel_size])))
+
+    @property
     def name(self) -> str:
         """That of the group, as ops of a graph take it."""
         return group_name(self.group)
@@ -123,9 +131,8 @@ class Routing:
     @classmethod
     def of_tensors(cls, tensors: Sequence[torch.Tensor], group: str, tp: int) -> Routing:
         """That of a graph."""
-        ids, tokens, experts, *arrays = tensors
-        named, told = cast(Any, group), (cast(Any, tokens), cast(Any, experts))
-        return cls(named, tp, ids, *told, *arrays)
+        ids, *told = cast("Sequence[Any]", tensors)  # tensors in place of numbers
+        return cls(cast(Any, group), tp, ids, *told)
 
     def outside_graphs(self) -> Routing:
         """The same with a group and with numbers, if it comes from a graph."""
@@ -287,8 +294,13 @@ def _are_read(ids: torch.Tensor) -> bool:
     return on_cpu(ids) or (settings.check_calls() and is_eager(ids.device))
 
 
-def routing_of(roster: Roster, capacity: int | None) -> Routing:
-    """The second half: all ranks gather all ids."""
+def routing_of(roster: Roster, capacity: int | None, received: int | None = None) -> Routing:
+    """The second half: all ranks gather all ids.
+
+    Args:
+        capacity: as in `route`.
+        received: as many rows as come to this rank, where the host knows them.
+    """
     group, tp, ids, tokens, experts = roster
     k, own = roster.top_k, experts[group.rank]
     firsts = [0, *accumulate(experts[::tp])]  # of each set of ranks with the same experts
@@ -296,7 +308,10 @@ def routing_of(roster: Roster, capacity: int | None) -> Routing:
     everyones = gathered.reshape(-1)
     load = _counted(everyones, firsts[-1])
     counted = [load[low:high].sum() for low, high in pairwise(firsts)]
-    room = _rows_of_room(counted, len(everyones), capacity, group.rank // tp)
+    if received is None:
+        room = _rows_of_room(counted, len(everyones), capacity, group.rank // tp)
+    else:
+        room = _checked_room(counted[group.rank // tp], received)
     first = firsts[group.rank // tp]
     # Sorting keeps the order of those alike, which is that of ranks and slots.
     expert = everyones - first
@@ -334,18 +349,21 @@ def check_tokens(topk_ids: torch.Tensor, x: torch.Tensor | None = None) -> None:
             f"topk_ids must be integers (T, k) with k >= 1, got {tuple(topk_ids.shape)} "
             f"{topk_ids.dtype}"
         )
-    if x is not None and len(x) != len(topk_ids):
+    if x is not None and (len(x), x.device) != (len(topk_ids), topk_ids.device):
         raise ValueError(
-            f"x has {len(x)} tokens, but topk_ids {tuple(topk_ids.shape)} are of {len(topk_ids)}"
+            f"x has {len(x)} tokens on {x.device}, but topk_ids {tuple(topk_ids.shape)} are of "
+            f"{len(topk_ids)} on {topk_ids.device}"
         )
 
 
 def check_weights(topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> None:
     """Raise ValueError unless there is a float for each of topk_ids."""
-    if topk_weights.shape != topk_ids.shape or not topk_weights.is_floating_point():
+    given, wanted = ((t.shape, t.device) for t in (topk_weights, topk_ids))
+    if given != wanted or not topk_weights.is_floating_point():
         raise ValueError(
-            f"topk_weights must be floats {tuple(topk_ids.shape)}, one for each of topk_ids, got "
-            f"{tuple(topk_weights.shape)} {topk_weights.dtype}"
+            f"topk_weights must be floats {tuple(topk_ids.shape)} on {topk_ids.device}, one for "
+            f"each of topk_ids, got {tuple(topk_weights.shape)} {topk_weights.dtype} on "
+            f"{topk_weights.device}"
         )
 
 
@@ -389,6 +407,17 @@ def _filled(numbers: Sequence[int], ids: torch.Tensor) -> torch.Tensor:
     if on_cpu(ids):
         return torch.tensor(numbers)
     return torch.stack([torch.full((), n, dtype=torch.int64, device=ids.device) for n in numbers])
+
+
+def _checked_room(count: torch.Tensor, received: int) -> int:
+    """`received`; an error, on a GPU of the device, if other than so many rows come."""
+    told = f"{received} rows come to this rank, as its graph was told, but not by their ids: both "
+    told += "must be made of the same counts"
+    if not on_cpu(count):
+        torch._assert_async(count == received, told)
+    elif int(count) != received:
+        raise ValueError(told)
+    return received
 
 
 def _rows_of_room(counted: list[torch.Tensor], bound: int, capacity: int | None, mine: int) -> int:

@@ -26,6 +26,7 @@ from weft.kernels.graphs.building import (
     Builder,
     RefusedError,
     ancestors,
+    arguments_of,
     erase,
     evaluated,
     is_constant,
@@ -37,6 +38,7 @@ from weft.kernels.graphs.chains import (
     gathered_along,
     is_call,
     is_cast,
+    is_chain,
     is_reshape,
     scattered_along,
     shape,
@@ -87,7 +89,7 @@ def fuse_attention(graph: Graph) -> tuple[list[Receipt], dict[Node, str]]:
     gone: list[Receipt] = []
     stay: dict[Node, str] = {}
     for node in [each for each in graph.nodes if _named(each) in _FORWARD]:
-        given = _arguments(node)
+        given = arguments_of(node)
         keys, values = (_gathered_shards(given[name]) for name in ("key", "value"))
         gathers = [each.gather for each in (keys, values) if each is not None]
         try:
@@ -137,7 +139,7 @@ def _replace_attention(
         return told
 
     at = Builder(graph, backward)
-    dy = next(v for name, v in _arguments(backward).items() if name.startswith("grad_out"))
+    dy = next(v for name, v in arguments_of(backward).items() if name.startswith("grad_out"))
     grads = at.call(
         _ops.ring_attention_backward.default,
         q, k, v, out, lse, dy, None, group, *options, None, None,
@@ -176,14 +178,6 @@ def _result_index(result: Node) -> int:
 def _named(node: Any) -> str:
     schema = getattr(node.target, "_schema", None) if isinstance(node, Node) else None
     return schema.name if schema is not None else ""
-
-
-def _arguments(node: Node) -> dict[str, Any]:
-    """By name, defaults among them."""
-    schema: Any = getattr(node.target, "_schema")  # noqa: B009
-    found = {each.name: each.default_value for each in schema.arguments}
-    found |= dict(zip(found, node.args, strict=False))
-    return found | node.kwargs
 
 
 def _is_step(node: Any) -> bool:
@@ -277,7 +271,7 @@ def _gradient_of(node: Node, keys: _Shards, values: _Shards) -> Node | None:
     if not found:
         return None
     backward, *others = found
-    given = _arguments(node), _arguments(backward)
+    given = arguments_of(node), arguments_of(backward)
     if others or any(given[0][name] is not given[1][name] for name in ("query", "key", "value")):
         raise RefusedError("its gradient is not that of what it takes")
     return backward
@@ -292,8 +286,7 @@ def _is_alias(node: Node) -> bool:
 
 def _is_way(node: Node) -> bool:
     """Whether it may stand between a gather and attention."""
-    kinds = c10d.wait_tensor.default, aten.split.Tensor, operator.getitem, aten.cat.default
-    return is_call(node, *kinds, aten.split_with_sizes.default) or _is_step(node)
+    return is_chain(node) or _is_step(node)
 
 
 def _sum_of(backward: Node, place: int, parts: int, group: Any) -> tuple[Node, list[Node]] | None:

@@ -33,6 +33,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from weft.errors import WeftError
 from weft.kernels.graphs.attention import fuse_attention
+from weft.kernels.graphs.building import as_functional
 from weft.kernels.graphs.chains import c10d, once
 from weft.kernels.graphs.experts import fuse_exchange, fuse_experts
 from weft.kernels.graphs.gathers import fuse_gather
@@ -73,6 +74,7 @@ def rewrite(graph: Graph, *, strict: bool = False, joint: bool = False) -> Recei
     found += more
     if joint:
         return Receipts(found)
+    of_vllm = as_functional(graph)
     found += fuse_loss(graph)
     gathered, summed = once(graph), merge_sums(graph)
     receipts = {n: receipt_of(n, "", "no op takes it") for n in graph.nodes if collective_of(n)}
@@ -89,7 +91,7 @@ def rewrite(graph: Graph, *, strict: bool = False, joint: bool = False) -> Recei
             fused, why = "all_gather_matmul", "the scales of its rows"
         if not fused and node in beside_attention:
             why, beside = beside_attention[node], True
-        if fused and node in moved_alone:
+        if node in moved_alone:
             why = f"{why}: {moved_alone[node]}"
         receipt = replace(receipt, fused=fused, why=why)
         found.append(receipt)
@@ -99,8 +101,10 @@ def rewrite(graph: Graph, *, strict: bool = False, joint: bool = False) -> Recei
             found.append(Receipt(name, size, instead, "the same is gathered once", line))
         for line in summed.get(node, ()):
             found.append(Receipt(name, size, fused, "added up before, and moved once", line))
-        if beside and (not fused or node in moved_alone):
+        if node in moved_alone or (beside and not fused):
             missed.append(receipt)
+    for call in of_vllm:
+        call.restore()
     if any(each.fused for each in found):
         graph.lint()
     if strict and missed:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -18,6 +19,7 @@ from weft.kernels.graphs.chains import (
     dim_argument,
     is_call,
     is_reshape,
+    scattered_along,
     shape,
 )
 
@@ -27,7 +29,7 @@ _STEPS = {
     "unsqueeze", "squeeze", "expand", "select", "slice", "split", "split_with_sizes", "cat",
     "sum", "cumsum", "add", "sub", "neg", "index", "index_put", "repeat_interleave", "arange",
     "iota", "full", "zeros", "ones", "empty", "new_empty", "new_zeros", "_to_copy",
-    "convert_element_type", "device_put", "_local_scalar_dense", "sym_size", "repeat",
+    "convert_element_type", "device_put", "_local_scalar_dense", "sym_size", "repeat", "copy",
 }  # fmt: skip
 _OF_NUMBERS = (operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv)
 UNKNOWN = "its order is made of more than counts"
@@ -65,6 +67,11 @@ class Builder:
         """Of its value: a number, or the node that has what is a symbol."""
         size = shape(node)[dim]
         return size if isinstance(size, int) else self.call(aten.sym_size.int, node, dim)
+
+    def part_size(self, node: Node, dim: int, parts: int) -> Any:
+        """Of each of the equal parts of its value."""
+        size = self.size(node, dim)
+        return size // parts if isinstance(size, int) else self.call(operator.floordiv, size, parts)
 
     def sizes(self, node: Node) -> list[Any]:
         """Of all dims."""
@@ -216,13 +223,15 @@ def _may_clamp(node: Node) -> bool:
     return is_fixed and not isinstance(shape(sliced)[dim_argument(node, 1)], int)
 
 
-def played(wanted: Any, known: dict[Node, Any]) -> list[Any]:
+def played(wanted: Any, values: dict[Node, Any]) -> list[Any]:
     """The values of nodes, made of those that are known.
+
+    Args:
+        values: those that are known; it gets all others that are made on the way.
 
     Raises:
         RefusedError: they are made of others, or by other than steps on integers.
     """
-    values = dict(known)
 
     def value(node: Node) -> Any:
         if node not in values:
@@ -246,6 +255,78 @@ def played(wanted: Any, known: dict[Node, Any]) -> list[Any]:
 
     found: list[Any] = torch.fx.map_arg(wanted, value)
     return found
+
+
+class OfVLLM(NamedTuple):
+    """A collective of vLLM's own, as torch's functional one.
+
+    Attributes:
+        collective: torch's.
+        arrived: what it brings.
+        target, rest: vLLM's op, and what it was given but for a tensor.
+    """
+
+    collective: Node
+    arrived: Node
+    target: Any
+    rest: list[Any]
+
+    def restore(self) -> None:
+        """Put vLLM's back, unless torch's is gone."""
+        if self.collective._erased:
+            return
+        x: Any = self.collective.args[0]
+        if is_call(self.collective, c10d.reduce_scatter_tensor.default):
+            x, _ = scattered_along(x, self.rest[1]) if self.rest[0] % len(shape(x)) else (x, 0)
+        made = Builder(self.collective.graph, self.collective).call(self.target, x, *self.rest)
+        tell_as(self.collective, made)
+        self.arrived.replace_all_uses_with(made)
+        erase(made.graph, self.arrived)
+
+
+def as_functional(graph: Graph) -> list[OfVLLM]:
+    """Write vLLM's own collectives as torch's, by the groups that are behind its names."""
+    state: Any = sys.modules.get("vllm.distributed.parallel_state")
+    found = []
+    for node in list(graph.nodes) if state else []:
+        name = getattr(getattr(node.target, "_schema", None), "name", "")
+        if name not in ("vllm::all_reduce", "vllm::all_gather", "vllm::reduce_scatter"):
+            continue
+        x, *rest = arguments_of(node).values()
+        at, group = Builder(graph, node), state._groups[rest[-1]]().device_group.group_name
+        dim, parts = (rest[0] % len(shape(x)), rest[1]) if len(rest) > 1 else (0, 0)
+        if name == "vllm::all_reduce":
+            made = at.call(c10d.all_reduce.default, x, "sum", group)
+        elif name == "vllm::all_gather":
+            made = at.call(c10d.all_gather_into_tensor.default, x, parts, group)
+        else:
+            made = _cut_and_joined(at, x, at.part_size(x, dim, parts), (dim, 0), parts)
+            made = at.call(c10d.reduce_scatter_tensor.default, made, "sum", parts, group)
+        arrived = at.call(c10d.wait_tensor.default, made)
+        if name == "vllm::all_gather":
+            arrived = _cut_and_joined(at, arrived, at.size(x, 0), (0, dim), parts)
+        tell_as(node, made, arrived)
+        node.replace_all_uses_with(arrived)
+        graph.erase_node(node)
+        found.append(OfVLLM(made, arrived, node.target, rest))
+    return found
+
+
+def _cut_and_joined(at: Builder, whole: Node, size: Any, dims: tuple[int, int], parts: int) -> Node:
+    """Cut in parts of `size` along one dim, and joined along the other."""
+    if dims[0] == dims[1]:
+        return whole
+    cut = at.call(aten.split_with_sizes.default, whole, [size] * parts, dims[0])
+    pieces = [at.call(operator.getitem, cut, i) for i in range(parts)]
+    return at.call(aten.cat.default, pieces, dims[1])
+
+
+def arguments_of(node: Node) -> dict[str, Any]:
+    """Those of a call by name, defaults among them."""
+    schema: Any = getattr(node.target, "_schema")  # noqa: B009
+    found = {each.name: each.default_value for each in schema.arguments}
+    found |= dict(zip(found, node.args, strict=False))
+    return found | node.kwargs
 
 
 def erase(graph: Graph, node: Node) -> None:

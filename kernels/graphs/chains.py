@@ -12,7 +12,7 @@ Under autocast and mixed precision there are casts among these.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ _RESHAPES = (
     aten.squeeze.dims,
 )
 _CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
-_SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
+SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 
 
 def is_call(node: Any, *targets: Any) -> bool:
@@ -78,6 +78,14 @@ def shape(node: Node) -> Sequence[Any]:
     return found
 
 
+def grown_from(node: Node, passes: Callable[[Node], bool]) -> list[Node]:
+    """The node, and all that is made of it by nodes of which `passes` holds."""
+    found = [node]
+    for each in found:  # it grows
+        found += [user for user in each.users if passes(user) and user not in found]
+    return found
+
+
 def waited(collective: Node) -> Node | None:
     """What waits for it, if nothing else uses it."""
     users = list(collective.users)
@@ -90,7 +98,7 @@ def forget_in_place(arrived: Node) -> None:
     One into a list of tensors, as one that is split, and a copy of each part.
     """
     for user in list(arrived.users):
-        if is_call(user, *_SPLITS, operator.getitem, aten.slice.Tensor):
+        if is_call(user, *SPLITS, operator.getitem, aten.slice.Tensor):
             forget_in_place(user)
         elif is_call(user, aten.copy.default) and user.args[1:] == (arrived,):
             before, after = (each.meta["val"] for each in (arrived, user))
@@ -108,7 +116,7 @@ def gathered_along(whole: Node, parts: int) -> tuple[Node, int]:
         parts: of how many ranks.
     """
     users = list(whole.users)
-    if len(users) == 1 and is_call(users[0], *_SPLITS):
+    if len(users) == 1 and is_call(users[0], *SPLITS):
         pieces = _pieces(users[0], 0, parts)
     else:
         pieces = users if _are_even(users, whole, 0, parts) else []
@@ -122,7 +130,7 @@ def scattered_along(source: Node, parts: int) -> tuple[Node, int]:
         return source, 0
     pieces: Any = source.args[0]
     cut = pieces[0].args[0] if is_call(pieces[0], operator.getitem, aten.slice.Tensor) else None
-    if isinstance(cut, Node) and is_call(cut, *_SPLITS):
+    if isinstance(cut, Node) and is_call(cut, *SPLITS):
         dim = dim_argument(cut, 2)
         if _pieces(cut, dim, parts) == list(pieces) and dim > 0:
             return cut.all_input_nodes[0], dim
@@ -194,7 +202,7 @@ def cast_before(gather: Node) -> None:
         for user in each.users:
             if is_cast(user):
                 casts.append(user)
-            elif not _is_chain(user):
+            elif not is_chain(user):
                 return
             elif user not in chain:
                 chain.append(user)
@@ -245,7 +253,7 @@ def once(graph: Graph) -> dict[Node, list[str]]:
             until[first] = max(until.get(first, 0), _kept_until(node, order))
             if first is not node:
                 lines.setdefault(first, []).append(line_of(node))
-        elif from_gather & set(node.all_input_nodes) and _is_chain(node):
+        elif from_gather & set(node.all_input_nodes) and is_chain(node):
             first = firsts.setdefault(key, node)
         else:
             continue
@@ -268,16 +276,14 @@ def next_collective(node: Node, *same: Any) -> Node:
     return node
 
 
-def _is_chain(node: Node) -> bool:
+def is_chain(node: Node) -> bool:
     """Whether it may stand between a gather and a matmul."""
-    kinds = c10d.wait_tensor.default, *_SPLITS, operator.getitem, aten.cat.default
+    kinds = c10d.wait_tensor.default, *SPLITS, operator.getitem, aten.cat.default
     return is_call(node, *kinds) or is_reshape(node) or is_cast(node)
 
 
 def _kept_until(gather: Node, order: dict[Node, int]) -> int:
     """The place of the last use of what is gathered, or of the next other collective."""
-    chain, last = [gather], order[next_collective(gather, gather.target, gather.args)]
-    for each in chain:  # it grows
-        chain += [user for user in each.users if _is_chain(user) and user not in chain]
-        last = max([last, *map(order.__getitem__, each.users)])
-    return last
+    users = [user for each in grown_from(gather, is_chain) for user in each.users]
+    users.append(next_collective(gather, gather.target, gather.args))
+    return max(map(order.__getitem__, users))

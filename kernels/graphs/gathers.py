@@ -22,6 +22,7 @@ from weft.kernels.graphs.chains import (
     cast_before,
     forget_in_place,
     gathered_along,
+    grown_from,
     is_call,
     is_reshape,
     is_transposed,
@@ -47,9 +48,7 @@ def fuse_gather(graph: Graph, node: Node) -> Outcome:
     cast_before(node)
     x = node.all_input_nodes[0]
     whole, dim = gathered_along(arrived, parts)
-    rows = [whole]
-    for each in rows:  # it grows
-        rows += [user for user in each.users if is_reshape(user)]
+    rows = grown_from(whole, is_reshape)
     matrices = [each for each in rows if keeps_columns(each, whole)]
     products = [user for each in matrices for user in each.users if _takes(user, each, node)]
     if not products and (count := _contract(graph, node, rows, dim)):

@@ -27,6 +27,7 @@ from weft.kernels.graphs.chains import (
     aten,
     c10d,
     forget_in_place,
+    grown_from,
     is_call,
     is_cast,
     is_reshape,
@@ -164,10 +165,7 @@ def _result_of(collective: Node) -> Node:
 
 def _users_of_values(node: Node) -> list[Node]:
     """Its users, and those of what it is reshaped to."""
-    alike = [node]
-    for each in alike:  # it grows
-        alike += [user for user in each.users if is_reshape(user)]
-    return [user for each in alike for user in each.users]
+    return [user for each in grown_from(node, is_reshape) for user in each.users]
 
 
 def _is_last(dims: Any, of: Node) -> bool:

@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 from weft import settings
 from weft.kernels.engine.local_matmul import on_cpu
 from weft.kernels.graphs.building import Builder, erase
-from weft.kernels.graphs.chains import aten, is_call, is_cast, is_reshape, shape
+from weft.kernels.graphs.chains import aten, grown_from, is_call, is_cast, is_reshape, shape
 from weft.kernels.norm.rms_norm import MOST_BYTES, WIDEST
 
 
@@ -107,15 +107,14 @@ def _norm_of(arrived: Node) -> Norm | None:
 
 def _alike(node: Node) -> set[Node]:
     """The node, and what has the same values and shape in the same or more bytes."""
-    found = [node]
-    for each in found:  # it grows
-        for user in each.users:
-            before: torch.Tensor = each.meta["val"]
-            wider = is_cast(user) and user.meta["val"].dtype.itemsize > before.dtype.itemsize
-            same = is_reshape(user) and str(shape(user)) == str(shape(each))
-            if wider or same:
-                found.append(user)
-    return set(found)
+
+    def keeps_values(user: Node) -> bool:
+        given: torch.Tensor = user.all_input_nodes[0].meta["val"]
+        if is_cast(user):
+            return bool(user.meta["val"].dtype.itemsize > given.dtype.itemsize)
+        return is_reshape(user) and str(shape(user)) == str(given.shape)
+
+    return set(grown_from(node, keeps_values))
 
 
 def _other_users(alike: Iterable[Node], but_casts_to: torch.dtype | None = None) -> set[Node]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,11 +76,26 @@ def collective_of(node: torch.fx.Node) -> str:
 
 
 def line_of(node: torch.fx.Node) -> str:
-    """The innermost line of the user's code that a node stems from: "model.py:12, in forward"."""
+    """The line of the model that a node stems from: "model.py:12, in forward".
+
+    The innermost one in a file that has one of the modules that are running; of what is in none,
+    the innermost one that is not torch's. So lines of wrappers around modules, and of functions
+    for all collectives of a package, are passed over.
+    """
     trace = node.meta.get("stack_trace") or ""
     places = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', trace)
     own = [place for place in places if not place[0].startswith(_TORCH)] or places
+    own = [place for place in own if place[0] in _files_of_modules(node)] or own
     return f"{own[-1][0]}:{own[-1][1]}, in {own[-1][2]}" if own else ""
+
+
+def _files_of_modules(node: torch.fx.Node) -> set[str]:
+    """The files of the modules' classes, in whose forward, or the gradient of it, a node is."""
+    stacks = (node.meta.get(of) or {} for of in ("nn_module_stack", "fwd_nn_module_stack"))
+    kinds = [kind for stack in stacks for _, kind in stack.values()]
+    names = {getattr(kind, "__module__", str(kind).rpartition(".")[0]) for kind in kinds}
+    files = {getattr(sys.modules.get(name), "__file__", None) for name in names}
+    return {file for file in files if file and not file.startswith(_TORCH)}
 
 
 def shape_of(node: torch.fx.Node) -> tuple[str, ...]:

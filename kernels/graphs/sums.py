@@ -213,10 +213,7 @@ def _several(at: Builder, collective: Node, products: list[Node], whole: Node, d
         dys.append(at.as_batch(x, whole))
         weights.append(at.call(aten.permute.default, w, [1, 0]))
     sizes = at.sizes(whole)
-    length = sizes[dim]
-    sizes[dim] = (
-        length // parts if isinstance(length, int) else at.call(operator.floordiv, length, parts)
-    )
+    sizes[dim] = at.part_size(whole, dim, parts)
     # The op asks for what it is the gradient of, but only for its shape and dtype.
     like = at.like(products[0], sizes)
     needs = [True] + [False] * len(products)

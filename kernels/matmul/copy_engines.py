@@ -41,6 +41,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
+from weakref import proxy
 
 import torch
 import triton
@@ -54,14 +55,9 @@ from weft.collectives.ranks import pad
 from weft.kernels.device import gathers
 from weft.kernels.device.copies import copied_by_engine
 from weft.kernels.device.operands import scales_of
-from weft.kernels.engine.shards import SideStreams, is_eager
+from weft.kernels.engine.shards import SideStreams
 
 STREAMS = 3
-
-
-def writes_in_stream(device: torch.device) -> bool:
-    """Whether memory operations of the stream announce what was copied."""
-    return is_eager(device) and torch.version.hip is None
 
 
 def stream_write(words: torch.Tensor, at: int, value: int) -> None:
@@ -180,10 +176,13 @@ class Fetching:
     ) -> None:
         needed = gathers.workspace_bytes(max(sizes), K, dtype)
         check_room(ws, needed, "workspace_bytes of the largest shard")
-        self._ws, self._scales_at = ws, scales_at
+        self._ws: Workspace = proxy(ws)  # which keeps us with its launches
+        self._scales_at = scales_at
         self._kept: dict[Hashable, Callable[[], object]] | None = None
         # Of 32 bits, the lower half of each word of the pad first; None: cannot be written so.
-        self._words: torch.Tensor | None = ws.buffer.pad_of(ws.rank).view(torch.uint32)
+        self._words: torch.Tensor | None = None
+        if eager and torch.version.hip is None:
+            self._words = ws.buffer.pad_of(ws.rank).view(torch.uint32)
         streams, self._parts, self._own = _copies(ws.rank, sizes, chunk_rows, eager)
         chunks = -(-max(sizes) // chunk_rows)
         self._chunks = 1 << max(0, chunks - 1).bit_length()
@@ -231,7 +230,6 @@ class Fetching:
         self._beside = beside = SideStreams(ws.group, device)
         parts = gathered.split(self._parts)
         parts_of_scales = () if scales is None else scales.split(self._parts)
-        by_stream = writes_in_stream(device)
         for number, copies in enumerate(self._streams):
             if not copies and (number > 0 or own is None):
                 continue
@@ -242,7 +240,7 @@ class Fetching:
                     if shown is not None:
                         parts_of_scales[part].copy_(shown)
                     parts[part].copy_(rows)
-                    if not (by_stream and self._wrote(word)):
+                    if not self._wrote(word):
                         args = link, ws.rank, peer, chunk
                         launch_kept(kept, _announce_kernel, args, **constants)
                 if number == 0 and own is not None:

@@ -16,7 +16,10 @@ from test_workspace import GPU, Gpu, Stream, gpu, on_gpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
+from weft.collectives.memory.waiter import told_by
 from weft.collectives.memory.workspace import Workspace
+from weft.collectives.ranks import pad
+from weft.errors import PeerTimeout, WeftError
 
 _ = gpu  # a fixture
 _CUDA = torch.cuda
@@ -98,6 +101,55 @@ def test_replays_are_calls_with_other_values(graphs: GraphGpu) -> None:
         assert graph(graph.inputs[0], 3.0).tolist() == [4, 4]
     assert first.tolist() == [4, 4]  # the same tensor
     assert [str(call.args[1]) for call in checked.call_args_list] == ["the CUDA graph of step"] * 2
+
+
+def test_a_function_runs_before_its_capture_and_in_no_replay(graphs: GraphGpu) -> None:
+    ran = list[bool]()
+
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        ran.append(graphs.is_current_stream_capturing())
+        return step(x)
+
+    sample = on_it(1)
+    graph = weft.cuda_graph(counted, sample)
+    assert graph.inputs[0] is not sample
+    assert [graph(on_it(value)).item() for value in (2, 3)] == [5, 7]
+    assert ran == [False, False, True] and sample.item() == 1
+
+
+def test_ranks_are_told_which_graph_is_replayed(graphs: GraphGpu) -> None:
+    """Calls of ranks are compared by these words: see `test_flight`."""
+    calls, noted = on_gpu(1).group.calls, list[str]()
+    one = weft.cuda_graph(step, on_it(1))
+    with patch.object(calls, "position", 7):  # a rank by itself notes none
+        other = weft.cuda_graph(step, on_it(1))
+
+    def begin(call: Any) -> int:
+        noted.append(call.text.decode())
+        return -1
+
+    with patch.object(calls, "begin", begin):
+        for graph in (one, other, one):
+            graph(on_it(2))
+    assert noted[0] == noted[2] != noted[1]
+    assert all(text.startswith("the CUDA graph of step, captured as call ") for text in noted)
+
+
+def test_a_replay_raises_what_has_failed_before(graphs: GraphGpu) -> None:
+    graph = weft.cuda_graph(step, on_it(1))
+    results, inputs = graph(on_it(2)).tolist(), graph.inputs[0].tolist()
+    failed = PeerTimeout(0, 1, "step", 3, 1.0)
+    with patch.object(Workspace, "check", side_effect=failed), pytest.raises(PeerTimeout):
+        graph(on_it(5))
+    assert (graph.results.tolist(), graph.inputs[0].tolist()) == (results, inputs)
+    assert graph(on_it(5)).tolist() == [11]
+
+
+def test_a_replay_beside_another_call_is_told_of() -> None:
+    """By the word that kernels leave: see `test_signals`."""
+    error = told_by(pad.status_word(pad.OVERLAPPED, 2, 2, 7), 2, "all_reduce")
+    assert type(error) is WeftError
+    assert "CUDA graph that is replayed in one stream" in str(error) and "call 7" in str(error)
 
 
 def test_what_a_function_holds_is_read_again(graphs: GraphGpu) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Generator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,6 +92,24 @@ def test_how_a_call_ran_and_ended_is_told() -> None:
     assert lines[0] == "  call 1   rank 0: outer (on host 7, failed)"
     assert lines[1] == "  call 2   rank 0: set-up"
     assert re.fullmatch(r"  call 3   rank 0: next \(on triton, under way for \S+ s\)", lines[2])
+
+
+def test_a_call_whose_result_is_dropped_has_not_failed() -> None:
+    (calls,) = rings("")
+
+    def moved(name: str) -> Generator[None, None, None]:
+        with calls.noting(flight.call_of(name, ())):
+            yield
+
+    for name in "dropped", "broken":
+        under_way = moved(name)
+        next(under_way)
+        with contextlib.suppress(ValueError):
+            under_way.close() if name == "dropped" else under_way.throw(ValueError)
+    assert calls.history().split("\n")[1:] == [
+        "  call 1   rank 0: dropped",
+        "  call 2   rank 0: broken (failed)",
+    ]
 
 
 @pytest.mark.ranks(3)

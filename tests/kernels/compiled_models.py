@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 -m tests.kernels.compiled_models
 
-prints for each its collectives, those fused, why others stay, and milliseconds of a step: torch's,
-and rewritten. `mlp 512x512x2048 ..` does that for torch's DTensor MLP of these shapes, tokens x
-hidden x ffn, and tells the seconds of the first step, which compiles, with empty caches.
+prints for each its collectives, those fused, why others stay, milliseconds of a step, torch's and
+rewritten, and seconds of the first step, which compiles, with empty caches. Names of models, or
+shapes of torch's DTensor MLP, tokens x hidden x ffn as in 512x512x2048, take only these.
 """
 
 from __future__ import annotations
@@ -212,6 +212,10 @@ class ServedLayer(nn.Module):
         y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
         return y.to(x.dtype) * weight, wide.to(x.dtype)
 
+    def summed(self, y: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(y)
+        return y
+
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = self.added_norm(x, residual, self.norms[0])
         q, k, v = (
@@ -219,13 +223,10 @@ class ServedLayer(nn.Module):
             for each in self.qkv_proj(x).chunk(3, -1)
         )
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        y = self.o_proj(y.transpose(0, 1).flatten(1))
-        dist.all_reduce(y)
+        y = self.summed(self.o_proj(y.transpose(0, 1).flatten(1)))
         x, residual = self.added_norm(y, residual, self.norms[1])
         gate, up = self.gate_up_proj(x).chunk(2, -1)
-        y = self.down_proj(functional.silu(gate) * up)
-        dist.all_reduce(y)
-        return y, residual
+        return self.summed(self.down_proj(functional.silu(gate) * up)), residual
 
 
 class Experts(nn.Module):
@@ -358,42 +359,6 @@ def slowest(seconds: list[list[float]]) -> list[float]:
     return found
 
 
-def time_mlps(shapes: list[str]) -> None:
-    """Forward and backward, as torch and as weft compile them, in turn; and compiling."""
-    from torch._inductor import utils
-
-    empty: Any = getattr(utils, "fresh_cache", None) or utils.fresh_inductor_cache
-    for shape in shapes:
-        first: list[list[float]] = [[], []]
-        steps: list[list[float]] = [[], []]
-        model, x = mlp(shape)
-        backends: list[Any] = ["inductor", weft.compile_backend]
-
-        def timed(run: Any, into: list[float], x: torch.Tensor = x) -> None:
-            dist.barrier()
-            began = time.perf_counter()
-            run(x).sum().backward()
-            into.append(time.perf_counter() - began)
-
-        for _ in range(3):
-            for backend, into in zip(backends, first, strict=True):
-                torch._dynamo.reset()
-                with empty():
-                    timed(torch.compile(model, backend=backend), into)
-        torch._dynamo.reset()
-        runs = [torch.compile(model, backend=backend) for backend in backends]
-        for _ in range(2 + 15):
-            for run, into in zip(runs, steps, strict=True):
-                timed(run, into)
-        torchs, wefts, told, compiled = *slowest([s[2:] for s in steps]), *slowest(first)
-        if dist.get_rank() == 0:
-            print(
-                f"| {shape} | {1e3 * torchs:.1f} | {1e3 * wefts:.1f} | {torchs / wefts:.2f} | "
-                f"{told:.1f} | {compiled:.1f} | {compiled / told:.2f} |",
-                flush=True,
-            )
-
-
 KINDS = ("torchtitan", "FSDP2 x TP", "transformers", "served", "experts")
 
 
@@ -401,6 +366,10 @@ def runner(kind: str, backend: Any) -> tuple[Callable[[], Any], Any]:
     """A step of a model at the size that is timed, and what `weft.explain` takes of it."""
     size, parts = Size(1, 512, 1408, 8, 4, 1024, 2, 512), dist.get_world_size()
     torch.manual_seed(0)
+    if kind[0].isdigit():
+        styled, rows = mlp(kind)
+        compiled = torch.compile(styled, backend=backend)
+        return lambda: compiled(rows).sum().backward(), compiled
     if kind == "served":
         layer = ServedLayer(size, parts).bfloat16().requires_grad_(False)
         served = torch.compile(layer, backend=backend, fullgraph=True)
@@ -419,41 +388,48 @@ def runner(kind: str, backend: Any) -> tuple[Callable[[], Any], Any]:
     return lambda: step(run, parameters, tokens, False), told
 
 
+def seconds_of(run: Callable[[], Any]) -> float:
+    dist.barrier()
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
 @torch._dynamo.config.patch(capture_scalar_outputs=True)
 def time_steps(kind: str, times: int = 9) -> None:
-    """Steps as torch and as weft compile them, in turn; the slower rank's median."""
-    torch._dynamo.reset()
-    runs = [
-        (*runner(kind, backend), list[float]()) for backend in ("inductor", weft.compile_backend)
-    ]
-    told = None
-    for i in range(2 + times):
-        for run, of, seconds in runs:
-            dist.barrier()
-            began = time.perf_counter()
-            run()
-            seconds.append(time.perf_counter() - began)
-            told = receipts_of(of) if i == 1 and run is runs[1][0] else told
-    torchs, wefts = (1e3 * each for each in slowest([seconds[2:] for *_, seconds in runs]))
-    assert told is not None
-    missed = sorted({each.why for each in told if not each.fused})
+    """Steps as torch and as weft compile them, in turn; the slower rank's median.
+
+    Of the first steps, the quicker of two.
+    """
+    from torch._inductor import utils
+
+    empty: Any = getattr(utils, "fresh_cache", None) or utils.fresh_inductor_cache
+    first: list[list[float]] = [[], []]
+    told: list[Any] = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        runs = [runner(kind, backend) for backend in ("inductor", weft.compile_backend)]
+        before = len(receipts_of(runs[1][1]))
+        for (run, _), into in zip(runs, first, strict=True):
+            with empty():
+                into.append(seconds_of(run))
+        told = told or [*receipts_of(runs[1][1])[before:]]
+    steps = [[seconds_of(run) for run, _ in runs] for _ in range(1 + times)][1:]
+    torchs, wefts, by_torch, by_weft = slowest(
+        [*map(list, zip(*steps, strict=True)), *([min(f)] for f in first)]
+    )
+    fused, missed = sum(bool(r.fused) for r in told), sorted({r.why for r in told if not r.fused})
+    cells = [kind, dist.get_world_size(), len(told), fused, "; ".join(missed)]
+    cells += [f"{1e3 * torchs:.1f}", f"{1e3 * wefts:.1f}", f"{torchs / wefts:.2f}"]
+    cells += [f"{by_torch:.1f}", f"{by_weft:.1f}", f"{by_weft / by_torch:.2f}"]
     if dist.get_rank() == 0:
-        print(
-            f"| {kind} | {dist.get_world_size()} | {len(told)} | {told.fused} | "
-            f"{'; '.join(missed)} | {torchs:.0f} | {wefts:.0f} | {torchs / wefts:.2f} |",
-            flush=True,
-        )
+        print("|", *(f"{cell} |" for cell in cells), flush=True)
 
 
 def main() -> None:
     """As the command line asks."""
     dist.init_process_group("gloo")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))
-    if sys.argv[1:2] == ["mlp"]:
-        time_mlps(sys.argv[2:])
-        weft.close()
-        dist.destroy_process_group()
-        return
     for kind in sys.argv[1:] or KINDS:
         time_steps(kind)
     weft.close()

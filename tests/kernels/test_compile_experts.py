@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import (
     all_to_all_single_autograd,
 )
+from torch.utils._pytree import tree_map_only
 
 import weft
 from tests.kernels.compiled_models import Experts, routed
@@ -46,11 +48,17 @@ def step(call: Any, model: nn.Module, given: list[torch.Tensor]) -> list[torch.T
     ]
 
 
-def held(wide: bool = False) -> list[list[list[tuple[str, str]]]]:
+def in_fp32(given: torch.Tensor) -> torch.Tensor:
+    return given.float() if given.is_floating_point() else given
+
+
+def held(wide: bool = False, chunks: bool = False, gpus: bool = False) -> list[Any]:
     """The graphs' receipts; results are bitwise those of torch's own collectives.
 
     Args:
         wide: whether tokens are in fp32, and are cast to be multiplied.
+        chunks: of `Chunks` alone.
+        gpus: whether graphs are told that they are for GPUs.
     """
     found = []
     tokens = 9 + dist.get_rank()
@@ -58,14 +66,18 @@ def held(wide: bool = False) -> list[list[list[tuple[str, str]]]]:
         Experts: [routed(tokens, None), routed(tokens, 2), routed(tokens, 0)],
         Shares: [[torch.randn(6, H)]],
     }
+    if chunks or gpus:
+        inputs = {Chunks if chunks else Experts: inputs[Experts]}
+    if chunks:
+        inputs = {Chunks: [[*map(in_fp32, given)] for given in inputs[Chunks]]}
     if wide:
-        inputs = {Experts: [[g.float() if g.is_floating_point() else g for g in routed(9, None)]]}
+        inputs = {Experts: [[*map(in_fp32, routed(9, None))]]}
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         for kind, calls in inputs.items():
             torch.manual_seed(0)
             model, results = kind(), []
             graphs: list[Receipts] = []
-            for backend in by_pass(None), by_pass(graphs):
+            for backend in by_pass(None), by_pass(graphs, first=on_gpus if gpus else None):
                 torch._dynamo.reset()
                 run = torch.compile(model, backend=backend, fullgraph=True)
                 results.append([step(run, model, given) for given in calls])
@@ -75,6 +87,73 @@ def held(wide: bool = False) -> list[list[list[tuple[str, str]]]]:
                 torch.testing.assert_close(mine, eager, rtol=3e-2, atol=3e-2)
             found.append([[(r.fused, r.why) for r in each] for each in graphs])
     return found
+
+
+class Moved(torch.autograd.Function):
+    """Rows into a tensor that is given, and back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, receives: list[int], sends: list[int]) -> torch.Tensor:
+        ctx.sizes = receives, sends
+        y = x.new_empty(sum(receives), x.shape[1])
+        dist.all_to_all_single(y, x, receives, sends)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:  # type: ignore[override]
+        receives, sends = ctx.sizes
+        dx = dy.new_empty(sum(sends), dy.shape[1])
+        dist.all_to_all_single(dx, dy.contiguous(), sends, receives)
+        return dx, None, None
+
+
+class Chunks(nn.Module):
+    """As Megatron has them: all ranks gather counts, rows are cut by these and joined by expert.
+
+    Each expert has layers of its own.
+    """
+
+    def __init__(self, experts: int = 4) -> None:
+        super().__init__()
+        self.experts, own = experts, experts // dist.get_world_size()
+        two = nn.Linear(H, F, bias=False), nn.Linear(F, H)
+        self.own = nn.ModuleList(nn.Sequential(*two) for _ in range(own))
+
+    def joined(self, rows: torch.Tensor, sizes: list[int], order: list[int]) -> torch.Tensor:
+        parts = rows.split(sizes)
+        return torch.cat([parts[i] for i in order])
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        (W, rank), own = (dist.get_world_size(), dist.get_rank()), len(self.own)
+        order = ids.view(-1).argsort(stable=True)
+        counts = torch.nn.functional.one_hot(ids.view(-1), self.experts).sum(0)
+        every = counts.new_empty(W * self.experts)
+        dist.all_gather_into_tensor(every, counts)
+        theirs = every.view(W, -1)[:, rank * own : (rank + 1) * own].contiguous()
+        sends, receives = counts.view(W, -1).sum(1).tolist(), theirs.sum(1).tolist()
+        rows = Moved.apply(x[order // ids.shape[1]], receives, sends)
+        by_expert = [r * own + e for e in range(own) for r in range(W)]
+        by_rank = [e * W + r for r in range(W) for e in range(own)]
+        rows = self.joined(rows, theirs.view(-1).tolist(), by_expert)
+        tokens = rows.split(theirs.sum(0).tolist())
+        made = torch.cat([one(given) for one, given in zip(self.own, tokens, strict=True)])
+        made = self.joined(made, theirs.t().reshape(-1).tolist(), by_rank)
+        back = Moved.apply(made, sends, receives)
+        back = back * scores.view(-1)[order].unsqueeze(1)
+        return torch.zeros_like(x).index_add(0, order // ids.shape[1], back)
+
+
+def on_gpus(joint: Any) -> None:
+    """What a graph is told of its tensors; it still runs on those of CPUs."""
+    for node in joint.graph.nodes:
+        if "val" in node.meta:
+            node.meta["val"] = tree_map_only(FakeTensor, moved_to_gpu, node.meta["val"])
+
+
+def moved_to_gpu(fake: Any) -> Any:
+    with fake.fake_mode:
+        steps = fake.stride()
+        return torch.empty_strided(fake.shape, steps, dtype=fake.dtype, device="cuda")
 
 
 MOVED = ("all_to_all", "rows of matmuls, through shared memory")
@@ -98,6 +177,23 @@ def test_rows_of_experts_that_are_cast(ranks: Any) -> None:
     for count in 2, 4:  # four ranks have an expert each
         for (experts,) in ranks(count, held, True, timeout_s=300):
             assert [each for each in experts if each] == BOTH_WAYS
+
+
+ALONE = [(SEND, "rows alone"), (BACK, "rows alone")]
+
+
+@pytest.mark.slow
+def test_rows_that_are_cut_by_counts_and_joined(ranks: Any) -> None:
+    """Experts with layers of their own: both ways of the forward and of the gradient."""
+    for (chunks,) in ranks(2, held, False, True, timeout_s=300):
+        told = [each for graph in chunks for each in graph if each[0] in (SEND, BACK)]
+        assert told == [*ALONE, *ALONE]
+
+
+def test_rows_of_experts_on_gpus(ranks: Any) -> None:
+    """A graph that is told so: it has room for as many rows as it is told, and no more."""
+    for (experts,) in ranks(2, held, False, False, True, timeout_s=300):
+        assert next(graph for graph in experts if graph) == BOTH_WAYS[0]
 
 
 class ByRank(Experts):
@@ -169,3 +265,10 @@ def test_an_order_may_be_told_by_its_inverse(ranks: Any) -> None:
     fused = [(SEND, "2 matmuls"), (BACK, "a matmul")]
     for found in ranks(2, ordered_otherwise, Inverse, timeout_s=300):
         assert found == [[*fused, MOVED]]
+
+
+@pytest.mark.ranks(2)
+def test_rows_that_are_not_as_counted() -> None:
+    ids, route = torch.zeros(3, 1, dtype=torch.int32), torch.ops.weft.route
+    with pytest.raises(ValueError, match="5 rows come to this rank, as its graph was told"):
+        route(ids, 0, dist.group.WORLD.group_name, 1, None, None, 2, 5)

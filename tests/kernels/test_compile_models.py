@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,19 +29,26 @@ from weft.kernels.graphs.receipts import Receipts
 SIZE = models.Size()
 
 
-def by_pass(graphs: list[Receipts] | None) -> Any:
+def by_pass(graphs: list[Receipts] | None, first: Any = None, last: Any = None) -> Any:
     """As Inductor decomposes and cuts graphs, but they run as they are: no C++ is compiled.
 
-    None: as torch has made them, without the pass.
+    Args:
+        graphs: gets their receipts. None: as torch has made them, without the pass.
+        first: what is done to forward and backward before they are cut.
+        last: is given what is rewritten.
     """
     rewritten = None if graphs is None else CompilePass(told=graphs.append)
 
     def compiled(module: Any, _: Any) -> Any:
         if rewritten is not None:
             rewritten(module)
+        if last is not None:
+            last(module)
         return make_boxed_func(module.forward)
 
     def cut(joint: Any, *args: Any, **kwargs: Any) -> Any:
+        if graphs is not None and first is not None:
+            first(joint)
         if graphs is not None and (found := weft.compile_pass.joint(joint.graph)):
             graphs.append(found)
         return min_cut_rematerialization_partition(joint, *args, compiler="inductor", **kwargs)
@@ -197,6 +205,81 @@ def served() -> list[tuple[int, int, set[str]]]:
         made = torch.compile(layer, backend=by_pass(graphs), fullgraph=True)(x, residual)
     torch.testing.assert_close(made, plain, rtol=2e-2, atol=2e-2)
     return told(graphs)
+
+
+class OfVLLM(models.ServedLayer):
+    """With its own collectives: custom ops, which name its groups."""
+
+    def summed(self, y: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = torch.ops.vllm.all_reduce(y, group_name="tp:0")
+        return total
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        parts, v = dist.get_world_size(), torch.ops.vllm
+        x = v.reduce_scatter(x @ x.t(), 0, parts, "tp:0")
+        x = v.all_gather(x, 0, parts, group_name="tp:0") @ self.o_proj.weight[:, :4].t()
+        y, residual = super().forward(x, residual)
+        return y, v.all_gather(residual, -1, parts, "tp:0")
+
+
+def by_vllm() -> tuple[list[tuple[int, int, set[str]]], list[str]]:
+    """The layer, between a scatter and a gather of logits; and the collectives that are left."""
+    torch._dynamo.reset()
+    library, parts = torch.library.Library("vllm", "DEF"), dist.get_world_size()
+    how = "Tensor tensor, int dim, int world_size, str group_name"
+
+    def all_reduce(x: torch.Tensor, group_name: str) -> torch.Tensor:
+        y = x.clone()
+        dist.all_reduce(y)
+        return y
+
+    def all_gather(x: torch.Tensor, dim: int, world_size: int, group_name: str) -> torch.Tensor:
+        every = [torch.empty_like(x) for _ in range(world_size)]
+        dist.all_gather(every, x.contiguous())
+        return torch.cat(every, dim)
+
+    def reduce_scatter(x: torch.Tensor, dim: int, world_size: int, group_name: str) -> torch.Tensor:
+        return all_reduce(x, "").chunk(world_size, dim)[dist.get_rank()].clone()
+
+    def shapes(x: torch.Tensor, dim: int, parts: int, group_name: str, grows: bool) -> Any:
+        sizes = [*x.shape]
+        sizes[dim] = sizes[dim] * parts if grows else sizes[dim] // parts
+        return x.new_empty(sizes)
+
+    for name, given, op in (
+        ("all_reduce", "Tensor tensor, str group_name", all_reduce),
+        ("all_gather", how, all_gather),
+        ("reduce_scatter", how, reduce_scatter),
+    ):
+        library.define(f"{name}({given}) -> Tensor")
+        library.impl(name, op, "CPU")
+    torch.library.register_fake("vllm::all_reduce", lambda x, _: torch.empty_like(x), lib=library)
+    for name in "all_gather", "reduce_scatter":
+        fake = partial(shapes, grows=name == "all_gather")
+        torch.library.register_fake(f"vllm::{name}", fake, lib=library)
+    group = SimpleNamespace(device_group=dist.group.WORLD)
+    state = SimpleNamespace(_groups={"tp:0": lambda: group})
+    layer = OfVLLM(SIZE, parts)
+    x, residual = (torch.randn(4, SIZE.width) for _ in range(2))
+    for each in x, residual:
+        dist.broadcast(each, 0)
+    graphs, left = list[Receipts](), list[str]()
+
+    def looked_at(module: Any) -> None:
+        left.extend(str(n.target) for n in module.graph.nodes if "vllm" in str(n.target))
+
+    with mock.patch.dict("sys.modules", {"vllm.distributed.parallel_state": state}):
+        run = torch.compile(layer, backend=by_pass(graphs, last=looked_at), fullgraph=True)
+        with torch.no_grad():
+            torch.testing.assert_close(run(x, residual), layer(x, residual), rtol=1e-4, atol=1e-4)
+    return told(graphs), left
+
+
+def test_collectives_of_vllm(ranks: Any) -> None:
+    """By a stand-in for its ops; those that stay are its own again."""
+    for found, left in ranks(2, by_vllm):
+        assert found == [(4, 5, {NO_CONSUMER})]
+        assert left == ["vllm.all_gather.default"]
 
 
 def test_decoder_layer_as_it_is_served(ranks: Any) -> None:

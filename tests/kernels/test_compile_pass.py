@@ -35,7 +35,13 @@ from torch.nn import functional
 
 import weft
 from weft.kernels.graphs.backend import CompilePass, MissedFusionError
-from weft.kernels.graphs.receipts import Receipt, Receipts, keep_receipts, receipts_of
+from weft.kernels.graphs.receipts import (
+    Receipt,
+    Receipts,
+    keep_receipts,
+    line_of,
+    receipts_of,
+)
 
 H, F, S, B = 16, 24, 8, 2
 
@@ -637,6 +643,19 @@ def test_receipts_of_what_is_decorated() -> None:
     told = Receipts([Receipt("all_reduce", ("2",), "", "no matmul makes what it adds up")])
     keep_receipts(decorated.__code__, told)
     assert receipts_of(decorated) == told and receipts_of(forward) == ()
+
+
+def test_lines_are_those_of_the_model() -> None:
+    """Of the file of a module that runs, whoever has wrapped that; else the innermost of others."""
+    node = torch.fx.Graph().placeholder("x")
+    frames = [(__file__, "forward"), ("/site/wrap.py", "wrapped"), (torch.__file__, "f")]
+    node.meta["stack_trace"] = "\n".join(f'File "{at}", line 7, in {name}' for at, name in frames)
+    assert line_of(node) == "/site/wrap.py:7, in wrapped"
+    stack = {"0": ("model", MLP), "1": ("model.up", nn.Linear)}
+    for of in "nn_module_stack", "fwd_nn_module_stack":
+        node.meta[of] = stack
+        assert line_of(node) == f"{__file__}:7, in forward"
+        del node.meta[of]
 
 
 def test_what_has_not_been_compiled_is_told_so() -> None:

@@ -235,6 +235,7 @@ def test_misuse_is_an_error_on_every_rank(engine: weft.settings.Engine) -> None:
         (r"topk_ids must be \(\*, k\)", (x, ids[:, :0], weights[:, :0])),
         (r"topk_weights must be floats \(4, 2\)", (x, ids, weights[:, :1])),
         (r"topk_weights must be floats", (x, ids, ids)),
+        (r"must be floats \(4, 2\) on cpu.*on meta$", (x, ids, weights.to("meta"))),
         (r"topk_ids must be integers", (x, weights, weights)),
         (r"topk_ids must be integers", (x, ids > 0, weights)),
         (r"w must be torch\.float64 on cpu, like x", (x.double(), ids, weights)),
@@ -253,6 +254,8 @@ def test_misuse_is_an_error_on_every_rank(engine: weft.settings.Engine) -> None:
         for w in (layer.up_proj.mT[:1], torch.ones(own + 1, H, F)):
             with pytest.raises(ValueError, match=rf"of {own} experts.*but w has {len(w)}$"):
                 weft.dispatch_grouped_matmul(x, found, w)
+        with pytest.raises(ValueError, match=r"x has 4 tokens on cpu.*are of 4 on meta$"):
+            weft.dispatch_grouped_matmul(x, ids.to("meta"), layer.up_proj.mT)
         with pytest.raises(ValueError, match=r"w must be \(experts, K, N\) with K = 10"):
             weft.dispatch_grouped_matmul(x, ids, layer.up_proj)
         h, _ = weft.dispatch_grouped_matmul(x, found, layer.up_proj.mT)
@@ -333,6 +336,7 @@ def test_the_host_of_a_gpu_waits_for_no_routing(tp: int) -> None:
     assert not names.seen & {"lift_fresh", "lift_fresh_copy", "_local_scalar_dense", "nonzero"}
     rows = len(wanted.rows)
     assert len(found.rows) == 2 * sum(tokens)  # room for all that can come
+    assert found.rows_each == wanted.rows_each == max(1, 2 * sum(tokens) // 6)
     for name in ("counts", "ends", "load"):
         assert torch.equal(getattr(found, name), getattr(wanted, name)), name
     for name in ("ranks", "rows", "slots"):

@@ -17,6 +17,7 @@ from torch.nn import functional
 import weft
 from weft import sim
 from weft.collectives import chunk_sizes, resolve, workspace
+from weft.collectives.memory.workspace import Workspace
 from weft.kernels import route
 from weft.kernels.expert_kernels import combine_launch, dispatch_launch, few_tokens_launch
 from weft.kernels.experts import launched
@@ -392,6 +393,32 @@ def at_the_boundary() -> None:
 def test_few_tokens_end_where_the_constant_says(ranks: Any) -> None:
     """One launch each way, and beyond several, with the same results; which, the ranks agree on."""
     ranks(2, at_the_boundary)
+
+
+def kept_by() -> None:
+    group, keys = resolve(None), list[list[Any]]()
+
+    def noted(ws: Workspace, key: Any, operands: Any, make: Any) -> Any:
+        keys[-1].append(key)
+        return make()
+
+    for E in (5, 6):
+        told = Problem({"tokens": (2, 2), "E": E, "kind": "none"}, group.world_size)
+        experts, _ = told.own(group.rank)
+        keys.append([])
+        with weft.engine("triton"), patch.object(Workspace, "repeat", noted):
+            h, routing = weft.dispatch_grouped_matmul(
+                told.xs[group.rank], told.ids[group.rank], told.up[experts]
+            )
+            weft.grouped_matmul_combine(h, told.down[experts], None, routing)
+    assert len(keys[0]) == 2
+    assert all(five != six for five, six in zip(*keys, strict=True))
+
+
+@needs_interpreter
+def test_kept_launches_are_told_apart_by_the_experts_of_all_ranks(ranks: Any) -> None:
+    """Rank 0 has 3 of 5, and 3 of 6."""
+    ranks(2, kept_by)
 
 
 @needs_interpreter

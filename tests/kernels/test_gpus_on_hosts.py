@@ -24,7 +24,7 @@ import weft
 from weft import collectives, sim
 from weft.collectives.ranks.group import Group
 from weft.dtensor import DTensor, Replicate, Shard, init_device_mesh
-from weft.kernels.experts import launched, routing
+from weft.kernels.experts import across, launched, routing
 
 pytestmark = needs_interpreter
 
@@ -66,6 +66,27 @@ def test_experts(ranks: Any) -> None:
 @pytest.mark.parametrize("name", ["random", "all to one", "bfloat16", "fp8 of bfloat16"])
 def test_more_experts(ranks: Any, name: str) -> None:
     ranks(3, experts_body, "ABA", CASES[name])
+
+
+def rooms_body(layout: str) -> None:
+    T, k, E, rank = 1100, 2, 6, dist.get_rank()
+    rooms, counts = set(), set()
+    with on_gpus_of(layout):
+        for seed in range(10):
+            draw = torch.Generator().manual_seed(2 * seed + rank)
+            whole = weft.kernels.route(torch.randint(E, (T, k), generator=draw), E)
+            levels = across.Levels(whole)
+            near, far = levels.near, levels.far
+            rooms.add((levels.held, near.count, far.count))
+            counts.add((sum(levels.receives), int(near.ends[-1]), int(far.ends[-1])))
+            assert (whole.rows_each, near.rows_each, far.rows_each) == (733, 366, 366)
+    assert len(rooms) < 7 < len(counts), (rooms, counts)
+
+
+def test_few_launches_are_kept_whatever_tokens_choose(ranks: Any) -> None:
+    """They go by the sizes of rooms, and by the rows that an expert gets on average."""
+    assert [across.roomy(n) for n in (0, 1, 15, 17, 100, 1025)] == [0, 1, 15, 18, 104, 1152]
+    ranks(2, rooms_body, "AB")
 
 
 def refused_body() -> None:
