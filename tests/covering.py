@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -68,8 +69,8 @@ def defined(file: str) -> set[str]:
 def covering() -> dict[str, list[str]]:
     """For each source file its tests, those first that name most of it."""
     files, definitions = sources(), {file: defined(file) for file in sources()}
-    once = [name for names in definitions.values() for name in names]
-    own = {file: {n for n in names if once.count(n) == 1} for file, names in definitions.items()}
+    count = Counter(name for names in definitions.values() for name in names)
+    own = {file: {n for n in names if count[n] == 1} for file, names in definitions.items()}
     paths = sorted((ROOT / "tests").glob("*/test_*.py"))
     tests = [str(path.relative_to(ROOT).with_suffix("")) for path in paths]
     spoken = {test: {*named(test)} for test in tests}
@@ -91,8 +92,9 @@ def covering() -> dict[str, list[str]]:
                 found[of] = found[of] or [f"tests/{test}"]
     for _ in range(2):
         for file in files:
-            users = [user for user in files if file in imported[user]]
-            found[file] = found[file] or [t for user in users for t in found[user]][:_AT_MOST]
+            if not found[file]:
+                users = [user for user in files if file in imported[user]]
+                found[file] = [t for user in users for t in found[user]][:_AT_MOST]
     return found
 
 

@@ -60,7 +60,7 @@ FAST = {
     "sim/schedule": ["test_sim_replay.py::test_systematic_schedules"],
     "sim/time": ["test_sim_time.py::test_two_ranks_by_hand"],
     "bench": ["test_bench.py::test_what_is_wrong_has_no_time"],
-    "bench/blocks": ["test_bench_memory.py"],
+    "bench/blocks": ["test_bench_scaling.py::test_rows_are_kept_and_become_a_page"],
     "bench/suites": ["test_bench_scaling.py"],
     "bench/report": ["test_bench.py::test_old_files_are_refused"],
     "bench/commands": ["test_bench_commands.py::test_doctor_knows_what_weft_reads"],

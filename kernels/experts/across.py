@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from types import ModuleType
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
@@ -35,7 +36,6 @@ from weft.collectives.ranks.chunks import offsets
 from weft.collectives.topology import here, inside_of
 from weft.kernels.engine.epilogues import keeps_sums
 from weft.kernels.engine.local_matmul import sum_dtype
-from weft.kernels.experts.by_engine import engine_module
 from weft.kernels.experts.calls import CombineCall, DispatchCall, DispatchMade
 from weft.kernels.experts.routing import Roster, Routing, routing_of, without_padding
 from weft.kernels.experts.rows import packed, unpacked
@@ -58,6 +58,17 @@ def crossings(H: int, k: int) -> float:
     return (H - 1) * (1 - (1 - 1 / H) ** k)
 
 
+def _inside_engine(on_gpus: bool) -> ModuleType:
+    """What carries out the ops inside a host: kernels, which need Triton, or the CPU's."""
+    if on_gpus:
+        from weft.kernels.experts import launched
+
+        return launched
+    from weft.kernels.experts import host
+
+    return host
+
+
 class Levels:
     """A routing over several hosts: who crosses, and the routings inside this rank's host.
 
@@ -76,7 +87,7 @@ class Levels:
         group, hosts, ours = self.group, self.group.hosts, here(self.group)
         self._host, W = hosts.index(ours), group.world_size
         on_gpus = group.on_gpus(routing.topk_ids.device)
-        self.engine = engine_module("triton" if on_gpus else "host")
+        self.engine = _inside_engine(on_gpus)
         everyones = routing.everyones
         if everyones is None:
             everyones = all_gather(routing.topk_ids, group, sizes=routing.tokens)

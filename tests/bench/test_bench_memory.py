@@ -53,6 +53,7 @@ def test_a_peak_is_of_what_is_needed_and_grows_with_the_own_part_alone() -> None
         assert tensors["generic"] > 50  # also all keys and values, and masks
 
 
+@pytest.mark.slow
 def test_rows_and_their_file(tmp_path: Any, capsys: Any) -> None:
     given = ["--ranks", "2", "--tokens", "512", "1024", "--heads", "1", "--head-dim", "16"]
     assert memory.main([*given, "--gathered-up-to", "512", "--out", str(tmp_path)]) == 0

@@ -301,6 +301,7 @@ for command in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_files_are_written_in_memory_for_a_piece(tmp_path: Path) -> None:
     """128 MiB, by a process that may take 48 MiB more than it has."""
     state = {f"w{i}": torch.full((2 << 20,), float(i)) for i in range(16)}

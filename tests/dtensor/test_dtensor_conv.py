@@ -39,7 +39,7 @@ def convolve(shapes: Any, options: Any, transposed: bool) -> Any:
 
 
 @pytest.mark.ranks
-@pytest.mark.slow_where(mesh=(2, 2))
+@pytest.mark.slow_where(mesh=[(2,), (2, 2)])
 @pytest.mark.parametrize("mesh", [(2,), (3,), (2, 2)], ids=lambda m: "x".join(map(str, m)))
 def test_convolutions(mesh: Any) -> None:
     mesh = init_device_mesh("cpu", mesh)

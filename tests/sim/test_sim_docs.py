@@ -25,7 +25,16 @@ def _in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["weft"])
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+LONG = "exhaustive", "fully_sharded"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(each, marks=[pytest.mark.slow] * any(word in each for word in LONG))
+        for each in COMMANDS
+    ],
+)
 def test_commands(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     if "--gpu" in command:  # with one: tests/sim/test_sim_gpu.py
         with pytest.raises(SystemExit):

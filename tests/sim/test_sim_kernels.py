@@ -29,6 +29,7 @@ ALL_KERNELS = KERNELS | COLLECTIVES
 # Variants of kernels that stay in `make test`.
 VARIANTS = {
     "attention by heads, backward",
+    "collectives by the switch",
     "dispatch of few tokens in fp8",
     "dispatch to experts in fp8",
     "norm of sums, two shots",

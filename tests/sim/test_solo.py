@@ -65,7 +65,7 @@ def errors(spec: Spec, rank: int, calls: int = 2) -> list[float]:
 
 
 QUICK = solo_cases.cases(True, [2])
-LONG = "backward", "experts", "ring_attention"
+LONG = "backward", "experts", "attention"
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_every_kind_of_call_of_two_ranks(spec: Spec) -> None:
     ("name", "world_size"),
     [
         ("all_gather_matmul", 3),
-        ("matmul_all_reduce", 3),
+        pytest.param("matmul_all_reduce", 3, marks=pytest.mark.slow),
         pytest.param("norm", 3, marks=pytest.mark.slow),
         pytest.param("flash_decode", 3, marks=pytest.mark.slow),
         pytest.param("matmul_reduce_scatter", 8, marks=pytest.mark.slow),
@@ -391,6 +391,7 @@ def test_what_is_compiled_only_looks_at_no_status() -> None:
             world.check()
 
 
+@pytest.mark.slow
 def test_an_epilogue_of_a_group_of_one_is_given_whole_rows() -> None:
     op, dtype = "matmul_reduce_scatter", "bfloat16"
     params = {"op": op, "M": 32, "N": 32, "K": 64, "dtype": dtype, "epilogue": "bias + residual"}
@@ -413,6 +414,7 @@ def test_what_an_epilogue_adds() -> None:
     assert not solo_page.epilogues(both[1:])
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "solo.json"
     tiny = ["--quick", "--device", "cpu", "--out", str(out)]

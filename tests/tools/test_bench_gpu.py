@@ -134,6 +134,7 @@ def test_sources_are_all_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert gpu.sources() != before
 
 
+@pytest.mark.slow
 def test_a_process_counts_from_its_start() -> None:
     code = """
 import time
@@ -247,6 +248,7 @@ def test_ranks_are_late_before_each_launch(tmp_path, monkeypatch) -> None:
     assert launches.read() == ["rank 0: _a_kernel[2]"]
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_end_itself_is_ended(tmp_path, monkeypatch) -> None:
     """As where the driver holds it; what it was at has failed."""
     code = """
@@ -379,6 +381,7 @@ print(*seen)
     assert written - set(said) == on_gpus | {"_switched_kernel", "_by_kernel"}
 
 
+@pytest.mark.slow
 @needs_interpreter
 def test_small_calls_for_the_sanitizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of them: `test_solo.py` has a call of each kind."""

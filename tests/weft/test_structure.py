@@ -361,7 +361,7 @@ assert "torch" in sys.modules and "torch._dynamo" not in sys.modules
 
 
 @needs_interpreter
-@pytest.mark.parametrize("folder", ["sim", "dtensor"])
+@pytest.mark.parametrize("folder", ["sim", pytest.param("dtensor", marks=pytest.mark.slow)])
 def test_kernels_are_interpreted_whatever_is_imported_first(folder: str) -> None:
     code = f"""
 import weft.{folder}

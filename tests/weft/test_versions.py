@@ -52,6 +52,7 @@ def test_others_give_one_warning(name: str, here: str, monkeypatch: pytest.Monke
         versions.warn_if_untested()
 
 
+@pytest.mark.slow
 def test_a_program_is_told_once_and_goes_on() -> None:
     code = """
 from weft import versions
