@@ -30,7 +30,7 @@ def test_every_fault_finds_the_text_that_it_replaces() -> None:
 
 
 @needs_interpreter
-@pytest.mark.parametrize("planted, case", table())
+@pytest.mark.parametrize("planted, case", [*table()])
 def test_planted_faults_are_found(planted: Fault, case: str) -> None:
     found = found_in(planted, case)
     assert planted.is_what(found), f"found {found!r}"
