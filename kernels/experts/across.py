@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from types import ModuleType
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
@@ -35,7 +36,7 @@ from weft.collectives.ranks.chunks import offsets
 from weft.collectives.topology import here, inside_of
 from weft.kernels.engine.epilogues import keeps_sums
 from weft.kernels.engine.local_matmul import sum_dtype
-from weft.kernels.experts.by_engine import engine_module
+from weft.kernels.experts import host
 from weft.kernels.experts.calls import CombineCall, DispatchCall, DispatchMade
 from weft.kernels.experts.routing import Roster, Routing, routing_of
 from weft.kernels.experts.rows import packed, unpacked
@@ -76,7 +77,7 @@ class Levels:
         group, hosts, ours = self.group, self.group.hosts, here(self.group)
         self._host, W = hosts.index(ours), group.world_size
         on_gpus = group.on_gpus(routing.topk_ids.device)
-        self.engine = engine_module("triton" if on_gpus else "host")
+        self.engine = _engine_inside(on_gpus)
         everyones = routing.everyones
         if everyones is None:
             everyones = all_gather(routing.topk_ids, group, sizes=routing.tokens)
@@ -221,6 +222,14 @@ def _levels_of(routing: Routing) -> Levels:
     if (found := _levels.get(routing)) is None:
         found = _levels[routing] = Levels(routing)
     return found
+
+
+def _engine_inside(on_gpus: bool) -> ModuleType:
+    if on_gpus:
+        from weft.kernels.experts import launched
+
+        return launched
+    return host
 
 
 def roomy(count: int) -> int:
