@@ -100,11 +100,9 @@ class OnTheWay:
     ) -> None:
         self._group, self._op = group, op
         self._came = x.new_empty((sum(receives), *x.shape[1:])) if out is None else out
-        args = self._came[: sum(receives)], x
-        splits = list(receives), list(sends)
-        self.work: Any = dist.all_to_all_single(
-            *map(sendable, args), *splits, group=group.pg, async_op=True
-        )
+        into = sendable(self._came[: sum(receives)])
+        args = into, sendable(x), list(receives), list(sends)
+        self.work: Any = dist.all_to_all_single(*args, group=group.pg, async_op=True)
 
     def come(self) -> torch.Tensor:
         """`out`, once all is there: on a GPU its stream waits, else the host does, within our
