@@ -80,33 +80,13 @@ def by_group(call: Callable[..., Any], group: Group, on_gpu: bool, *args: Any) -
         finish(group, op, call(*args, group=group.pg, async_op=True))
 
 
-def exchange_begun(
-    out: torch.Tensor,
-    x: torch.Tensor,
-    receives: Sequence[int],
-    sends: Sequence[int],
-    group: Group,
-) -> Any:
-    """An all_to_all of rows, on its way until `wait_for_result` is called for what this returns."""
-    args = sendable(out), sendable(x), list(receives), list(sends)
-    return dist.all_to_all_single(*args, group=group.pg, async_op=True)
-
-
-def wait_for_result(work: Any, group: Group, out: torch.Tensor, op: str) -> None:
-    """Until `out` is there: on a GPU its stream waits, else the host does, within our bound."""
-    if out.is_cuda or group.virtual:
-        work.wait()
-    else:
-        finish(group, op, work)
-
-
 class OnTheWay:
-    """`exchange_begun` when this is made, and what is to be known to wait for it.
+    """An all_to_all of rows, begun when this is made.
 
     Args:
         x: contiguous.
         op: the call, for errors.
-        out: contiguous, for what comes; None: a new tensor.
+        out: contiguous, for what comes, with room for as many rows or more; None: a new tensor.
     """
 
     def __init__(
@@ -120,11 +100,18 @@ class OnTheWay:
     ) -> None:
         self._group, self._op = group, op
         self._came = x.new_empty((sum(receives), *x.shape[1:])) if out is None else out
-        self.work = exchange_begun(self._came, x, receives, sends, group)
+        into = sendable(self._came[: sum(receives)])
+        args = into, sendable(x), list(receives), list(sends)
+        self.work: Any = dist.all_to_all_single(*args, group=group.pg, async_op=True)
 
     def come(self) -> torch.Tensor:
-        """What comes, once it is here."""
-        wait_for_result(self.work, self._group, self._came, self._op)
+        """`out`, once all is there: on a GPU its stream waits, else the host does, within our
+        bound.
+        """
+        if self._came.is_cuda or self._group.virtual:
+            self.work.wait()
+        else:
+            finish(self._group, self._op, self.work)
         return self._came
 
 

@@ -30,8 +30,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from weft.collectives import all_gather, process_groups
+from weft.collectives import all_gather
 from weft.collectives.hosts import naming
+from weft.collectives.process_groups import OnTheWay
 from weft.collectives.ranks.chunks import offsets
 from weft.collectives.topology import here, inside_of
 from weft.kernels.engine.epilogues import keeps_sums
@@ -155,18 +156,20 @@ class Levels:
         """`hosts.naming` of the whole group."""
         return naming(self.group, op)
 
-    def out(self, x: torch.Tensor, op: str) -> _OnTheWay:
+    def out(self, x: torch.Tensor, op: str) -> OnTheWay:
         """This rank's x (T, ..), to the ranks that hold its tokens: (held, ..) of those here, of
         which what is behind the last one is undefined.
         """
         rows = x.index_select(0, self.sent)
-        return _OnTheWay(self, rows, self.held, self.receives, self._sends, op)
+        held = rows.new_empty(self.held, *rows.shape[1:])
+        return OnTheWay(rows, self.receives, self._sends, self.group, op, held)
 
-    def back(self, sums: torch.Tensor, op: str) -> _OnTheWay:
+    def back(self, sums: torch.Tensor, op: str) -> OnTheWay:
         """Of tokens held here, their sums (held, ..), to where they are from."""
-        return _OnTheWay(self, sums, sum(self._sends), self._sends, self.receives, op)
+        held = sums[: sum(self.receives)].contiguous()
+        return OnTheWay(held, self._sends, self.receives, self.group, op)
 
-    def added(self, own: torch.Tensor, way: _OnTheWay, dtype: torch.dtype) -> torch.Tensor:
+    def added(self, own: torch.Tensor, way: OnTheWay, dtype: torch.dtype) -> torch.Tensor:
         """Of this rank's tokens, its own host's sums and those that have come `back`, host by host
         in their order, as `dtype`.
         """
@@ -199,29 +202,6 @@ class Levels:
         whole = near.new_empty(self._count, *near.shape[1:])
         whole.index_copy_(0, self.at_near, near[: len(self.at_near)])
         return whole.index_copy_(0, self.at_far, far[: len(self.at_far)])
-
-
-class _OnTheWay:
-    """Rows on their way between hosts."""
-
-    def __init__(
-        self,
-        levels: Levels,
-        rows: torch.Tensor,
-        room: int,
-        receives: list[int],
-        sends: list[int],
-        op: str,
-    ) -> None:
-        self._group, self._op, self._rows = levels.group, op, rows[: sum(sends)].contiguous()
-        self._came = rows.new_empty(room, *rows.shape[1:])
-        args = self._came[: sum(receives)], self._rows, receives, sends
-        self._work = process_groups.exchange_begun(*args, levels.group)
-
-    def come(self) -> torch.Tensor:
-        """They, once they are here."""
-        process_groups.wait_for_result(self._work, self._group, self._came, self._op)
-        return self._came
 
 
 _levels: WeakKeyDictionary[Routing, Levels] = WeakKeyDictionary()
@@ -264,11 +244,11 @@ def _numbers(routing: Routing, ranks: Sequence[int]) -> torch.Tensor:
     return table.to(routing.topk_ids.device)
 
 
-def _tokens(levels: Levels, x: torch.Tensor, call: DispatchCall, op: str) -> _OnTheWay:
+def _tokens(levels: Levels, x: torch.Tensor, call: DispatchCall, op: str) -> OnTheWay:
     return levels.out(packed(x) if call.quantize else x, op)
 
 
-def _rows_come(way: _OnTheWay, x: torch.Tensor, call: DispatchCall) -> torch.Tensor:
+def _rows_come(way: OnTheWay, x: torch.Tensor, call: DispatchCall) -> torch.Tensor:
     return unpacked(way.come(), x.dtype) if call.quantize else way.come()
 
 

@@ -13,8 +13,8 @@ from test_experts import CASES, Problem, compiled_layer, layer, rows_alone
 from test_hosts import QUICK, on_hosts
 
 import weft
-from weft.collectives import process_groups
 from weft.kernels import route
+from weft.kernels.experts import across
 
 OPS = {"dispatch_grouped_matmul", "grouped_matmul_combine"}
 
@@ -68,18 +68,18 @@ def test_rows_alone_and_graphs(ranks: Any, layout: str) -> None:
 def crossing_body(layout: str) -> None:
     """Of k experts on the other host, a token crosses once, and its sum comes back once."""
     with on_hosts(layout):
-        rank, crossed, begun = dist.get_rank(), [], process_groups.exchange_begun
+        rank, crossed, begun = dist.get_rank(), [], across.OnTheWay
 
-        def counting(out: torch.Tensor, x: torch.Tensor, *rest: Any) -> Any:
+        def counting(x: torch.Tensor, *rest: Any) -> Any:
             if x.is_floating_point():
                 crossed.append((len(x), x.dtype))
-            return begun(out, x, *rest)
+            return begun(x, *rest)
 
         told = Problem({"tokens": (6, 3, 4, 5), "k": 8, "E": 4, "dtype": torch.bfloat16}, 4)
         experts, _ = told.own(rank)
         x, ids = told.xs[rank].requires_grad_(), told.ids[rank]
         routing = route(ids, told.E)
-        with patch.object(process_groups, "exchange_begun", counting):
+        with patch.object(across, "OnTheWay", counting):
             h, _ = weft.dispatch_grouped_matmul(x, routing, told.gate[experts])
             y = weft.grouped_matmul_combine(h, told.down[experts], None, routing)
             y.backward(told.dys[rank])
