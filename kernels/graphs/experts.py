@@ -14,10 +14,10 @@ exchange first, and the graph has all steps:
 Where each expert has a matmul of its own, rows arrive in order, and the matmuls stay.
 
 So these steps are run, when torch compiles, on tables of counts of all ranks, the same tables on
-all of them: drawn ones, and those in which one expert gets all. Only steps that are linear in
-counts, or index by them, are taken, as no threshold may hide between two tables. What they make
-must be what the fused ops do. With counts as ids, an expert a row, these do just that: no row is
-rounded or added to another, and gradients are the same two chains. Forward and backward are
+all of them: drawn ones, and those in which one expert of each rank gets all. Only steps that are
+linear in counts, or index by them, are taken, as no threshold may hide between two tables. What
+they make must be what the fused ops do. With counts as ids, an expert a row, these do just that: no
+row is rounded or added to another, and gradients are the same two chains. Forward and backward are
 rewritten before torch cuts them apart, as the backward alone has not the steps. If rows at run time
 are not as counted, `route` raises.
 """
@@ -74,7 +74,7 @@ _TAKERS = (
     _ops.dispatch_grouped_matmul.default,
     _ops.grouped_matmul_combine.default,
 )
-# Tables of counts: those that are drawn, and the rows of those in which one expert gets all.
+# Tables of counts: those that are drawn, and the rows of those in which one expert a rank gets all.
 _DRAWN, _ALIKE = 8, 40
 
 
@@ -125,9 +125,9 @@ class _Counts:
             sizes = torch.randint(1, 4 * E + 16, (W,), generator=generator).tolist()
             drawn = [torch.randint(E, (size,), generator=generator) for size in sizes]
             tables.append(torch.stack([each.bincount(minlength=E) for each in drawn]))
-        for expert in range(E):
+        for expert in range(own):
             tables.append(torch.zeros(W, E, dtype=torch.int64))
-            tables[-1][:, expert] = _ALIKE
+            tables[-1][:, expert::own] = _ALIKE
         for M in tables:
             mine = M[:, rank * own : (rank + 1) * own].contiguous()
             whose = torch.arange(own).repeat(W).repeat_interleave(mine.reshape(-1))
