@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 def tables_by_hardware(rows: Sequence[EngineTimes]) -> str:
     """A table for each op and hardware, as Markdown, of rows whose fused kernel has run."""
-    parts, rows = [], [row for row in rows if row.fused]
+    parts = []
+    rows = [row for row in rows if row.fused]
     for op, hardware in dict.fromkeys((row.op, row.hardware) for row in rows):
         mine = [row for row in rows if (row.op, row.hardware) == (op, hardware)]
         parts += [

@@ -194,11 +194,11 @@ def scatters_in_one_shot(
 def senders_for(chip: Chip) -> int:
     """How many programs of a matmul_reduce_scatter send a tile at a time.
 
-    A quarter of the cores: what `Hardware` has of an H200, 3 us for a tile of 98 KB and 2 until the
-    next program sends, makes 19 GB/s of a sender, of which 24 fill a link of 450 GB/s. There one
+    A quarter of the cores. By what `Hardware` has of an H200 a tile of 98 KB leaves in 2.5 us, and
+    the next program sends 2 us later: 21 GB/s a sender; 22 fill a link of 450 GB/s. There one
     rank of 8, without the link, takes 271, 214, 208 and 202 us for the way down of a 70B layer at
-    M = 2048 with 16, 33, 66 and all 132 senders; in virtual time, with the link, 109, 102 and 101
-    us for 8B (16, 33, 66).
+    M = 2048 with 16, 33, 66 and all 132 senders; in virtual time, with the link, 33 and 66 take 258
+    and 269 us, and 128 and 123 of an 8B layer.
     """
     return max(1, chip.cores // 4)
 

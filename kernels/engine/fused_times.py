@@ -195,8 +195,8 @@ def fused_time(
         fill = max(fill, line * (stored / alone + hardware.wait_us + hardware.l2_latency_us))
     latency += hardware.wait_us
     cost = _WAYS[way]
-    matmul += moves
-    us = max(matmul, link) + cost.shorter * min(matmul, link)
+    busy = matmul + moves
+    us = max(busy, link) + cost.shorter * min(busy, link)
     us += cost.tiles * tile + cost.fills * fill
     us += parts + hardware.launch_us + cost.exchanges * latency
     return FusedTime(way, matmul, link, us, rate, told)

@@ -144,7 +144,8 @@ def _copies(
         for step in range(1, W)
         for chunk, row in enumerate(range(0, sizes[(rank + step) % W], chunk_rows))
     ]
-    streams, count = [], streams_for(chip, W)
+    streams = []
+    count = streams_for(chip, W)
     if chip.is_amd:
         deals = [[each for each in chunks if each[0] == number + 1] for number in range(count)]
     else:

@@ -207,10 +207,10 @@ def test_columns_that_all_know_decide() -> None:
     us["generic"] = sum(part.us for part in engines.unfused_parts(problem, hardware, 8))
     told = replace(problem, most_own=1792)
     wanted = {engine: each / min(us.values()) for engine, each in us.items()}
-    assert wanted["generic"] > 1.2 and engines.regrets(told, hardware, 8) == wanted
+    assert engines.regrets(told, hardware, 8) == wanted
     assert engines.regrets(replace(told, N=1700), hardware, 8) == wanted
     unknown = engines.regrets(problem, hardware, 8)
-    assert min(unknown, key=lambda engine: unknown[engine]) == "generic"
+    assert unknown != wanted and engines.regrets(replace(problem, N=7), hardware, 8) == unknown
 
 
 @pytest.mark.ranks(2)
@@ -478,18 +478,20 @@ def test_auto_on_gpus_does_not_ask_for_what_ranks_may_differ_in(op: str) -> None
     assert "triton" in seen and (op != "all_gather_matmul" or "generic" in seen)
 
 
-def test_auto_takes_the_quicker_way_of_an_all_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all that docs/scaling.md tells."""
+def test_auto_takes_the_quicker_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all that docs/scaling.md tells, within 2 %."""
     monkeypatch.setattr(engines, "chip_of", lambda _: chips.KNOWN[1])
     group, device = Group(None, 0, 8, tuple(range(8)), ()), torch.device("cuda")
-    rows = [row for row in scaling_page.read_times(PAGE_ROWS) if row.op == "matmul_all_reduce"]
+    rows = [row for row in scaling_page.read_times(PAGE_ROWS) if row.fused]
     assert {row.hardware for row in rows} == {"H100", "H200"}
     for row in rows:
         monkeypatch.setattr(cost, "machine", lambda *_, of=row.hardware: named(of).rates())
-        moved = row.M * row.N * 7 * 4
-        problem = engines.Problem(row.op, row.M, row.N, row.K, torch.bfloat16, moved)
-        assert engines._cheapest(problem, group, device)[0] == row.auto, row
-        assert row.regret < 1.005, row
+        told = row.N if row.op == "all_gather_matmul" else 0
+        problem = engines.Problem(
+            row.op, row.M, row.N, row.K, torch.bfloat16, row.M * row.N * 4, most_own=told
+        )
+        chosen = engines._cheapest(problem, group, device)[0]
+        assert row.engines[chosen] <= 1.02 * min(row.engines.values()), (row, chosen)
 
 
 @pytest.mark.slow
