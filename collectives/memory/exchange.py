@@ -400,6 +400,8 @@ def agree(
         raise
     group.calls.end(noted)
     if under_way.watched is not None and notes:
+        # Made again, a call agrees before all else.
+        under_way.watched.refused |= bool(under_way.watched.begun)
         under_way.watched.agreed.append(((op, value, told), values))
     return values
 

@@ -92,13 +92,13 @@ class _Part(NamedTuple):
 
     Attributes:
         begun: the workspace on which they are a call, which may be freed or be retired since, and
-            its name and words; None if on none.
+            its name and words, and whether it is noted there; None if on none.
         launched: what they are.
         operands: what they are given: numbers of arguments, of what is allocated, and of what the
             parts before have made; None: none.
     """
 
-    begun: tuple[ref[Workspace], str, Call] | None
+    begun: tuple[ref[Workspace], str, Call, bool] | None
     launched: KeptCall
     operands: list[int | None]
 
@@ -152,7 +152,7 @@ class Straight:
             if ws is None or begun is None:
                 tensors += launched.make(operands)
             else:
-                with OneCall(ws, begun[1], begun[2], True):
+                with OneCall(ws, *begun[1:]):
                     tensors += launched.make(operands)
         return self.results(tensors)
 
@@ -162,7 +162,7 @@ class _Watched(OnlyLooks):
     """One call, and whether it does anything but allocate, look and launch."""
 
     agreed: list[Any] = field(default_factory=list)
-    begun: list[tuple[Workspace, str, Call]] = field(default_factory=list)
+    begun: list[tuple[Workspace, str, Call, bool]] = field(default_factory=list)
     repeated: list[tuple[KeptCall, Any, Any, int]] = field(default_factory=list)
     allocated: list[torch.Tensor] = field(default_factory=list)
 
@@ -186,7 +186,8 @@ class _Watched(OnlyLooks):
             unread: which of `given` launches may do without.
             calls: that were noted meanwhile; 0 where none are.
         """
-        noted, count = len(self.agreed) + len(self.begun), len(self.repeated)
+        noted = len(self.agreed) + sum(notes for *_, notes in self.begun)
+        count = len(self.repeated)
         order = [before for *_, before in self.repeated]  # how many calls had begun
         in_order = order == ([*range(1, count + 1)] if self.begun else [0])
         if self.refused or not in_order or len(self.begun) > count or calls not in (0, noted):
@@ -209,8 +210,8 @@ class _Watched(OnlyLooks):
                 return None
             begun = None
             if self.begun:
-                ws, op, call = self.begun[number]
-                begun = ref(ws), op, call
+                ws, op, call, notes = self.begun[number]
+                begun = ref(ws), op, call, notes
             numbers = [None if x is None else places[x.data_ptr()] for x in operands]
             parts.append(_Part(begun, launched, numbers))
             for x in made:
@@ -248,7 +249,7 @@ def _rebuilt(
     kind = type(results)
     if is_dataclass(kind):
         values = [getattr(results, each.name) for each in fields(kind)]
-        parts = [_rebuilt(x, tensors) if isinstance(x, torch.Tensor) else _same(x) for x in values]
+        parts = [_same(x) if _is_same(x) else _rebuilt(x, tensors) for x in values]
     elif kind in (tuple, list):
         parts = [_rebuilt(each, tensors) for each in results]
     else:
@@ -260,6 +261,13 @@ def _rebuilt(
     if kind is list:
         return lambda tensors: [part(tensors) for part in parts]  # type: ignore[misc]
     return lambda tensors: tuple([part(tensors) for part in parts])  # type: ignore[misc]
+
+
+def _is_same(value: Any) -> bool:
+    """Whether it is a number, a group, or what else no call makes anew."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_same, value))
+    return value.__class__ in _PLAIN or isinstance(value, Group)
 
 
 def _same(value: Any) -> Callable[[Sequence[Any]], Any]:

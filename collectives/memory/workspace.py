@@ -251,7 +251,7 @@ class OneCall:
         ws, op = self._ws, self._op
         calls = ws.group.calls
         if under_way.watched is not None:
-            under_way.watched.begun.append((ws, op, self._call))
+            under_way.watched.begun.append((ws, op, self._call, self._notes))
         if self._notes:
             self._noted = calls.begin(self._call)
         try:

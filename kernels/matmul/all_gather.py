@@ -256,22 +256,26 @@ class _AllGatherMatmul(FusedFunction):
     @outside_autocast
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: GatherCall = ctx.call
+        saved = ctx.saved_tensors  # once: a checkpoint computes them again for it
         if call.plan is None:
-            return _gather_gradients(ctx, grads)
+            return _gather_gradients(ctx, saved, grads)
         key = (
             call.plan, call.dim, call.returns, call.saves, call.activation, call.keep_sums,
             call.scaling is None, *ctx.needs_input_grad,
         )  # fmt: skip
-        given = *ctx.saved_tensors, *grads
-        return repeated_gradients(key, call.group, given, lambda: _gather_gradients(ctx, grads))
+        return repeated_gradients(
+            key, call.group, (*saved, *grads), lambda: _gather_gradients(ctx, saved, grads)
+        )
 
 
-def _gather_gradients(ctx: Any, grads: Sequence[Any]) -> tuple[torch.Tensor | None, ...]:
+def _gather_gradients(
+    ctx: Any, tensors: Sequence[torch.Tensor], grads: Sequence[Any]
+) -> tuple[torch.Tensor | None, ...]:
     call: GatherCall = ctx.call
     needs_x, *needs = ctx.needs_input_grad[1:]
     count = len(needs) // 2
     needs_w, needs_b = needs[:count], needs[count:]
-    x, *saved = ctx.saved_tensors
+    x, *saved = tensors
     (x, *weights), kept = conjugated(x, *saved[:count]), saved[count : count + ctx.kept]
     crossed = tuple(conjugated(*saved[count + ctx.kept :]))
     gathered = x if call.saves else None
