@@ -582,7 +582,8 @@ def _launch_config(
     amd = torch.version.hip or (group.virtual and group.virtual.chip.startswith("gfx"))
     sums = op == "all_reduce" and reduce_op in ("sum", "avg") and x.dtype in kernels.IN_WORDS
     on_gpus = group.on_gpus(x.device)
-    return kernels.collective_config(op, nbytes, group.world_size, on_gpus, words=sums and not amd)
+    words_on = fabric_of(group, x.device) if on_gpus and sums and not amd else None
+    return kernels.collective_config(op, nbytes, group.world_size, on_gpus, words_on=words_on)
 
 
 def _kernels(
@@ -604,6 +605,8 @@ def _kernels(
     windows = kernels.windows(nbytes // size, size, W, config) or [(0, 0)]
     widest = max(stop - start for start, stop in windows) * size
     room = kernels.workspace_bytes(widest, W, config)
+    if config.by_words and group.virtual is None:  # enough for any that a graph may capture later
+        room = kernels.WORDS_ROOM
     ws = workspace(group, room, channel=config.channel, device=x.device)
 
     @contextmanager

@@ -161,7 +161,7 @@ def kernel_us(
     """
     if by_words:
         signalled = kernel_us(op, 2 * nbytes, fabric, two_shot=two_shot)
-        return signalled - ACKNOWLEDGED_US * (1 + two_shot)
+        return signalled - ACKNOWLEDGED_US
     if op == "all_reduce" and two_shot:
         return two_shot_us(nbytes, fabric, in_graph=True)
     piece = nbytes if op == "all_reduce" else nbytes / fabric.ranks

@@ -68,11 +68,10 @@ _MOST_ROOM = 128 << 20
 # Each of 256 threads then has 16 bytes for each rank in flight, and 64 programs what a link of 450
 # GB/s carries to 8 ranks in about 4 us.
 _BLOCK_BYTES, _PROGRAMS = 4 << 10, 64
-# By words that carry their flags, in virtual time on 8 x H100: 16, 24, 32 and 64 KiB take 4.9, 5.2,
-# 5.6 and 7.0 us in one shot and 6.0, 6.0, 6.0 and 6.2 in two; with signals 6.7, 6.7, 6.9 and 7.5.
-# Up to where they gain is reckoned, not run: twice the bytes take up to 2.5 us more at 512 KiB.
+# By words that carry their flags also in one shot between two ranks, and up to 64 KiB between more.
 # A block is the least of which each of 128 threads has words of its own.
-_WORDS_ONE_SHOT_BYTES, _WORDS_MOST_BYTES, _WORDS_BLOCK_BYTES = 32 << 10, 256 << 10, 1 << 10
+_WORDS_ONE_SHOT_BYTES, _WORDS_BLOCK_BYTES = 64 << 10, 1 << 10
+WORDS_ROOM = 1 << 20  # of a half of the workspace: the most that any of these needs
 
 
 def within_budget(programs: int) -> int:
@@ -81,7 +80,7 @@ def within_budget(programs: int) -> int:
 
 
 def collective_config(
-    op: str, nbytes: int, world_size: int, on_gpus: bool, *, words: bool = False
+    op: str, nbytes: int, world_size: int, on_gpus: bool, *, words_on: Fabric | None = None
 ) -> CollectiveConfig:
     """The launch of `op`, from what is the same on every rank.
 
@@ -89,13 +88,10 @@ def collective_config(
         nbytes: size of the largest piece in one shot: for all_reduce, of the input.
         on_gpus: `Group.on_gpus` of the tensors' device. Virtual ranks that stand for a chip are
             launched as on that chip, though their tensors are on a CPU.
-        words: whether words may carry their flags: in an all_reduce of sums of IN_WORDS, on chips
-            of NVIDIA.
+        words_on: links on which words may carry their flags, if they are predicted to be quicker:
+            in an all_reduce of sums of IN_WORDS, on chips of NVIDIA.
     """
     interpreted = not on_gpus
-    # A program holds a block for all ranks at once: few enough registers for 8.
-    if words and on_gpus and 1 < world_size <= 8 and 0 < nbytes <= _WORDS_MOST_BYTES:
-        return words_config(nbytes, world_size, world_size > 2 and nbytes > _WORDS_ONE_SHOT_BYTES)
     one_shot_bytes = 256 if interpreted else _ONE_SHOT_BYTES
     two_shot = op == "all_reduce" and world_size > 2 and nbytes > one_shot_bytes
     piece = -(-nbytes // world_size) if two_shot else nbytes
@@ -105,7 +101,25 @@ def collective_config(
         block, most = min(max(64, triton.next_power_of_2(-(-piece // 24))), 1 << 16), 3
     programs = max(1, min(most, -(-piece // block)))
     nvidia = not interpreted and torch.version.hip is None
-    return CollectiveConfig(block, programs, 4 if interpreted else 8, two_shot, nvidia)
+    signalled = CollectiveConfig(block, programs, 4 if interpreted else 8, two_shot, nvidia)
+    # A program holds a block for all ranks at once: few enough registers for 8.
+    if words_on and on_gpus and 1 < world_size <= 8 and 0 < nbytes <= _ONE_SHOT_BYTES:
+        return _quicker_config(nbytes, words_on, signalled)
+    return signalled
+
+
+@lru_cache(maxsize=4096)
+def _quicker_config(nbytes: int, fabric: Fabric, signalled: CollectiveConfig) -> CollectiveConfig:
+    W, configs = fabric.ranks, [signalled]
+    if W == 2 or nbytes <= _WORDS_ONE_SHOT_BYTES:
+        configs.append(words_config(nbytes, W, two_shot=False))
+    if W > 2:
+        configs.append(words_config(nbytes, W, two_shot=True))
+
+    def us(c: CollectiveConfig) -> float:
+        return kernel_us("all_reduce", nbytes, fabric, two_shot=c.two_shot, by_words=c.by_words)
+
+    return min(configs, key=us)
 
 
 def words_config(nbytes: int, world_size: int, two_shot: bool) -> CollectiveConfig:

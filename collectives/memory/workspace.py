@@ -390,7 +390,8 @@ def workspace(
     """The workspace of (`group`, `device`, `channel`) with room for `nbytes` a rank and call.
 
     Collective when it has to be made or to grow, so `nbytes` must be the same on every rank. Call
-    it once with the largest size ahead of a CUDA-graph capture: growing is refused there.
+    it once with the largest size ahead of a CUDA-graph capture: growing is refused there. An
+    all_reduce of at most 224 KiB may have a channel of its own: call one of these as well.
 
     Raises:
         RuntimeError: it would have to grow while a CUDA graph is captured.

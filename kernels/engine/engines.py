@@ -453,7 +453,10 @@ def unfused_parts(
     wire = problem.wire_dtype.itemsize if problem.wire_dtype else max(size, 4)
     nbytes = moved_bytes(problem.op, M, N, K, wire if summed else size)
     piece = nbytes if op == "all_reduce" else -(-nbytes // W)
-    config = kernels.collective_config(op, piece, W, on_gpus=True)
+    words_on = None if chip.chip.startswith("gfx") else chip.fabric(W)
+    config = kernels.collective_config(
+        op, piece, W, on_gpus=True, words_on=words_on if op == "all_reduce" else None
+    )
     may_switch = size > 1 and (switch or not summed)
     way, us, _ = kernels.quickest_way(op, piece, chip.fabric(W), config, switch=may_switch)
     by = {"triton": "a kernel", "switch": "the switch", "generic": "NCCL"}[way]

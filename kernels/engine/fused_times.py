@@ -187,7 +187,7 @@ def fused_time(
             programs = max(1, hardware.cores // 8)
             blocks = sent_bytes(op, M, N, K, dtype, ranks) / _BLOCK / programs
             # One is loaded while one is stored: two of each take a load's latency and both.
-            link = max(link, blocks * max(_BLOCK / alone, latency / 2 + _BLOCK / alone))
+            link = max(link, blocks * (latency / 2 + _BLOCK / alone))
     elif way == "chunks":
         sent = link * port / max(M * N, 1)  # bytes of a partial sum, but for what stays
         fill = min(count, wave) * rows * columns * sent / port

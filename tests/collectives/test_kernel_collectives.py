@@ -260,15 +260,29 @@ def test_summed_words_of_an_absent_rank(two_shot: bool) -> None:
 def test_sums_by_words_by_the_op() -> None:
     """Where they are chosen the op takes them: eager and compiled, forward and backward, empty."""
 
-    def chosen(op: str, nbytes: int, W: int, on_gpus: bool, words: bool = False) -> Any:
-        if words and nbytes:
+    def chosen(op: Any, group: Any, x: Any, nbytes: int, reduce_op: Any) -> Any:
+        if reduce_op == "sum" and nbytes:
             return collective_launch.CollectiveConfig(
                 64, 2, 4, two_shot=nbytes > 100, by_words=True
             )
-        return config_for(op, nbytes, W, on_gpus)
+        return config_for(op, group, x, nbytes, reduce_op)
 
-    config_for, rank = collective_launch.collective_config, dist.get_rank()
-    with mock.patch.object(collective_launch, "collective_config", chosen), weft.engine("triton"):
+    config_for, launching, rank = (
+        movement._launch_config,
+        collective_launch.launching,
+        dist.get_rank(),
+    )
+    kernels = list[Any]()
+
+    def noted(kernel: Any, *args: Any) -> Any:
+        kernels.append(kernel)
+        return launching(kernel, *args)
+
+    with (
+        mock.patch.object(movement, "_launch_config", chosen),
+        mock.patch.object(collective_launch, "launching", noted),
+        weft.engine("triton"),
+    ):
         for count, f in (
             (0, collectives.all_reduce),
             (5, collectives.all_reduce),
@@ -280,8 +294,16 @@ def test_sums_by_words_by_the_op() -> None:
             assert torch.equal(y, reduced(every, "sum"))
             (grad,) = torch.autograd.grad(y.sum(), x)
             assert (grad == 2).all()
-            largest = collectives.all_reduce(every[rank], reduce_op="max")  # by signals
+            assert kernels and all(
+                (each is collective_launch.flagged_reduce_kernel) == (count > 0) for each in kernels
+            )
+            kernels.clear()
+            largest = collectives.all_reduce(every[rank], reduce_op="max")
             assert torch.equal(largest, reduced(every, "max"))
+            assert collective_launch.flagged_reduce_kernel not in kernels
+            kernels.clear()
+    halves = {name: workspace(channel=name).half_bytes for name in ("flagged kernels", "kernels")}
+    assert halves["flagged kernels"] >= collective_launch.WORDS_ROOM and halves["kernels"]
 
 
 @pytest.mark.ranks(3)
@@ -296,17 +318,26 @@ def test_gradients() -> None:
 
 
 def test_few_bytes_of_sums_take_words() -> None:
-    """Up to 256 KiB between 2 to 8 ranks, in one shot while few; priced below signals."""
+    """While they are predicted to be quicker, up to 224 KiB between 2 to 8 ranks, in one shot
+    while few.
+    """
+    fabric = named("h100").fabric(8)
 
-    def chosen(nbytes: int, W: int = 8, words: bool = True) -> Any:
-        return collective_launch.collective_config("all_reduce", nbytes, W, True, words=words)
+    def chosen(nbytes: int, W: int = 8, words: bool = True, chip: str = "h100") -> Any:
+        links = replace(named(chip).fabric(8), ranks=W) if words else None
+        return collective_launch.collective_config("all_reduce", nbytes, W, True, words_on=links)
 
-    assert [chosen(n << 10).by_words for n in (0, 1, 256, 257)] == [False, True, True, False]
-    assert [chosen(n << 10).two_shot for n in (1, 32, 33)] == [False, False, True]
-    assert not chosen(200 << 10, 2).two_shot
+    assert [chosen(n << 10).by_words for n in (0, 1, 128, 225)] == [False, True, True, False]
+    assert [chosen(n << 10).two_shot for n in (1, 32, 64)] == [False, False, True]
+    assert not chosen(100 << 10, 2).two_shot
     assert not chosen(1 << 10, 1).by_words and not chosen(1 << 10, 9).by_words
     assert not chosen(1 << 10, words=False).by_words
-    fabric = named("h100").fabric(8)
+    assert [chosen(n << 10, 2, chip="h800").by_words for n in (8, 220)] == [True, False]
+    for W in range(2, 9):
+        for n in range(1, 225):
+            config = chosen(n << 10, W)
+            room = collective_launch.workspace_bytes(n << 10, W, config)
+            assert not config.by_words or room <= collective_launch.WORDS_ROOM
     for nbytes in (16 << 10, 128 << 10):
         by = [
             collective_launch.quickest_way("all_reduce", nbytes, fabric, config, switch=False)
