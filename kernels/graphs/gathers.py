@@ -235,7 +235,9 @@ def _takes(product: Node, rows: Node, gather: Node) -> bool:
 
 def _takes_more(product: Node, rows: list[Node]) -> bool:
     """Whether what multiplies the gathered tensor, or is added, is made of it."""
-    return bool({*rows} & ancestors([n for n in product.all_input_nodes if n not in rows]))
+    given = [*product.args, *product.kwargs.values()]
+    del given[1 if _is_addmm(product) else 0]
+    return bool({*rows} & ancestors([each for each in given if isinstance(each, Node)]))
 
 
 def _made_together(products: list[Node], order: dict[Node, int]) -> list[Node]:

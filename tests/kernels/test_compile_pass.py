@@ -435,8 +435,14 @@ def chains() -> list[Any]:
         rows = gather(x[0], 0)
         return rows @ rows.t()
 
+    def of_one(x: torch.Tensor) -> torch.Tensor:
+        """A batch of one matrix, which is square, times the matrix itself."""
+        rows = gather(x[0, :, : 2 * S], 0)
+        alone = rows.unsqueeze(0)
+        return torch.matmul(alone, rows) + torch.bmm(alone, alone) + rows
+
     found = [rewritten(einsum, x), rewritten(cast_up, x, atol=0.5), rewritten(cast_down, x)]
-    more = sliced, squared, mean_of_sums, sums, uneven_sums, something_else
+    more = sliced, squared, of_one, mean_of_sums, sums, uneven_sums, something_else
     return [*found, *(rewritten(call, x) for call in more)]
 
 
@@ -448,6 +454,7 @@ def test_casts_batches_of_one_and_sums_of_matmuls(ranks: Any) -> None:
             both,
             [("matmul_all_reduce", "a matmul")],
             both,
+            [("", "no matmul takes it as its rows")],
             [("", "no matmul takes it as its rows")],
             [("all_gather_matmul_backward", "2 matmuls")],
             [(SUM, "2 matmuls"), (SUM, "added up before, and moved once")],
@@ -490,6 +497,7 @@ def test_gradients_of_weights_whose_rows_are_gathered(ranks: Any) -> None:
             [(name, "1 contraction")],
             [(name, "1 contraction")],
             [(name, "2 contractions")],
+            [("", "no matmul takes it as its rows")],
             [("", "no matmul takes it as its rows")],
         ]
 

@@ -425,7 +425,7 @@ def test_kept_launches_are_told_apart_by_the_experts_of_all_ranks(ranks: Any) ->
 @pytest.mark.slow
 def test_tiles_of_experts_start_before_all_rows_are_there() -> None:
     """In virtual time, of tokens that all go to the other rank."""
-    T, K = 4096, 256  # several turns of the programs that fetch rows
+    T, K = 8192, 256  # several turns of the programs that fetch rows
 
     def body(rank: int) -> None:
         # float16: rows in bfloat16 would come first, for torch's grouped matmul.
