@@ -19,7 +19,6 @@ from weft.kernels.graphs.chains import (
     dim_argument,
     is_call,
     is_reshape,
-    scattered_along,
     shape,
 )
 
@@ -276,8 +275,9 @@ class OfVLLM(NamedTuple):
         if self.collective._erased:
             return
         x: Any = self.collective.args[0]
-        if is_call(self.collective, c10d.reduce_scatter_tensor.default):
-            x, _ = scattered_along(x, self.rest[1]) if self.rest[0] % len(shape(x)) else (x, 0)
+        scatters = is_call(self.collective, c10d.reduce_scatter_tensor.default)
+        if scatters and self.rest[0] % len(shape(x)):  # behind `_cut_and_joined`
+            x = x.args[0][0].args[0].args[0]
         made = Builder(self.collective.graph, self.collective).call(self.target, x, *self.rest)
         tell_as(self.collective, made)
         self.arrived.replace_all_uses_with(made)

@@ -174,7 +174,8 @@ def fuse_experts(graph: Graph) -> tuple[list[Receipt], dict[Node, str]]:
         try:
             gone.append(_fuse(node, known))
         except RefusedError as refused:
-            stay[node] = str(refused)
+            if _is_beside_matmuls(node):
+                stay[node] = str(refused)
     return gone, stay
 
 
@@ -195,7 +196,7 @@ def _fuse(node: Node, known: dict[Node, _Counts]) -> Receipt:
         known: the counts of those before, by their exchange.
 
     Raises:
-        RefusedError: it cannot be; nothing has changed.
+        RefusedError: it cannot be; the graph does what it did.
     """
     waits = [user for user in node.users if is_call(user, c10d.wait_tensor.default)]
     if len(waits) != 1 or not all(_asks_rows(user) for user in node.users if user not in waits):
@@ -235,7 +236,7 @@ def _send(move: _Move, counts: _Counts) -> Receipt:
     keep = any(user not in products for each in taken for user in each.users)
     made = at.call(
         _ops.dispatch_grouped_matmul.default,
-        x, at.hoisted(weights), counts.routing, group, 1, keep, None,
+        x, at.hoisted(weights), counts.routing, group, 1, keep and bool(products), None,
     )  # fmt: skip
     results = [at.call(operator.getitem, made, i) for i in range(len(products) + keep)]
     tell_as(rows, made, *results)
@@ -423,6 +424,8 @@ def _exchanged_counts(node: Node) -> _Counts:
     sizes = [*shape(mine), *shape(exchange)]
     is_known = all(isinstance(size, int) for size in sizes)
     is_of_counts = not mine.meta["val"].is_floating_point() and _are_alike(exchange, node)
+    if mine.meta["val"].device != node.meta["val"].device:
+        raise RefusedError("its counts are exchanged on another device than its rows")
     if not is_known or not is_of_counts or not _brings_all(exchange):
         raise RefusedError("its numbers of rows are not made of one exchange of counts")
     counts = _Counts(mine, exchange)
@@ -489,8 +492,7 @@ def fuse_exchange(graph: Graph, node: Node) -> Outcome:
     """An all_to_all whose rows experts multiply, or have multiplied."""
     x, receives, sends, group = node.args
     assert isinstance(x, Node)
-    takes, makes = _reaches(node, lambda n: n.users), _reaches(x, lambda n: n.all_input_nodes)
-    if not takes and not makes:
+    if not _is_beside_matmuls(node):
         return "", "no matmul makes or takes what it moves", False
     if not on_cpu(x.meta["val"]) and settings.current_engine() == "auto":
         return "", "on GPUs the process group moves rows", False
@@ -499,6 +501,11 @@ def fuse_exchange(graph: Graph, node: Node) -> Outcome:
         each.replace_all_uses_with(made)
         graph.erase_node(each)
     return "all_to_all", "rows of matmuls, through shared memory", True
+
+
+def _is_beside_matmuls(node: Node) -> bool:
+    takes = _reaches(node, lambda n: n.users)
+    return takes or _reaches(node.all_input_nodes[0], lambda n: n.all_input_nodes)
 
 
 def _reaches(node: Node, further: Callable[[Node], Iterable[Node]]) -> bool:

@@ -254,8 +254,11 @@ def terms_of(collective: Node, whole: Node) -> tuple[list[Node], str]:
             walk(each)
 
     others: list[Node] = []
-    pieces = {*collective.all_input_nodes[0].all_input_nodes}  # in which it is cut and joined
+    joined = collective.all_input_nodes[0]
+    pieces = {*(joined.all_input_nodes if joined is not whole else [])}  # in which it is cut
     walk(whole)
+    if any(len(piece.users) > 1 for piece in pieces):
+        refusals.append("this rank's partial result has other uses")
     if not terms:
         return [], _NO_PRODUCT
     dtypes = {term.meta["val"].dtype for term in terms}

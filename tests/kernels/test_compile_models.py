@@ -214,12 +214,13 @@ class OfVLLM(models.ServedLayer):
         total: torch.Tensor = torch.ops.vllm.all_reduce(y, group_name="tp:0")
         return total
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
         parts, v = dist.get_world_size(), torch.ops.vllm
         x = v.reduce_scatter(x @ x.t(), 0, parts, "tp:0")
         x = v.all_gather(x, 0, parts, group_name="tp:0") @ self.o_proj.weight[:, :4].t()
         y, residual = super().forward(x, residual)
-        return y, v.all_gather(residual, -1, parts, "tp:0")
+        columns = [v.reduce_scatter(residual, 1, parts, "tp:0") for _ in range(2)]
+        return y, v.all_gather(residual, -1, parts, "tp:0"), *columns
 
 
 def by_vllm() -> tuple[list[tuple[int, int, set[str]]], list[str]]:
@@ -278,8 +279,8 @@ def by_vllm() -> tuple[list[tuple[int, int, set[str]]], list[str]]:
 def test_collectives_of_vllm(ranks: Any) -> None:
     """By a stand-in for its ops; those that stay are its own again."""
     for found, left in ranks(2, by_vllm):
-        assert found == [(4, 5, {NO_CONSUMER})]
-        assert left == ["vllm.all_gather.default"]
+        assert found == [(4, 7, {NO_CONSUMER, NO_PRODUCER})]
+        assert sorted(left) == ["vllm.all_gather.default"] + ["vllm.reduce_scatter.default"] * 2
 
 
 def test_decoder_layer_as_it_is_served(ranks: Any) -> None:

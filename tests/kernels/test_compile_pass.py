@@ -431,6 +431,12 @@ def chains() -> list[Any]:
         result: torch.Tensor = reduce_scatter_tensor(y, "sum", 0, world())
         return result
 
+    def used_in_part(x: torch.Tensor) -> torch.Tensor:
+        y = x[0] @ up
+        pieces = y[:, : F // 2], y[:, F // 2 :]
+        result: torch.Tensor = reduce_scatter_tensor(torch.cat(pieces), "sum", 0, world())
+        return result + pieces[0]
+
     def squared(x: torch.Tensor) -> torch.Tensor:
         rows = gather(x[0], 0)
         return rows @ rows.t()
@@ -442,7 +448,7 @@ def chains() -> list[Any]:
         return torch.matmul(alone, rows) + torch.bmm(alone, alone) + rows
 
     found = [rewritten(einsum, x), rewritten(cast_up, x, atol=0.5), rewritten(cast_down, x)]
-    more = sliced, squared, of_one, mean_of_sums, sums, uneven_sums, something_else
+    more = sliced, used_in_part, squared, of_one, mean_of_sums, sums, uneven_sums, something_else
     return [*found, *(rewritten(call, x) for call in more)]
 
 
@@ -454,6 +460,7 @@ def test_casts_batches_of_one_and_sums_of_matmuls(ranks: Any) -> None:
             both,
             [("matmul_all_reduce", "a matmul")],
             both,
+            [("", "this rank's partial result has other uses")],
             [("", "no matmul takes it as its rows")],
             [("", "no matmul takes it as its rows")],
             [("all_gather_matmul_backward", "2 matmuls")],
@@ -497,7 +504,6 @@ def test_gradients_of_weights_whose_rows_are_gathered(ranks: Any) -> None:
             [(name, "1 contraction")],
             [(name, "1 contraction")],
             [(name, "2 contractions")],
-            [("", "no matmul takes it as its rows")],
             [("", "no matmul takes it as its rows")],
         ]
 
