@@ -121,8 +121,8 @@ class Routing:
 
     def taken_apart(self) -> tuple[Any, ...]:
         """What calls of kernels go by, but for the group: see `repeatable`."""
-        table = self.ends, self.ranks, self.rows, self.slots
-        return self.tensor_parallel_size, self.tokens, self.experts, self.topk_ids, *table
+        numbers = self.tensor_parallel_size, self.tokens, self.experts, self.assigned
+        return *numbers, self.topk_ids, self.ends, self.ranks, self.rows, self.slots
 
     @property
     def tensors(self) -> list[torch.Tensor]:

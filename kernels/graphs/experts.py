@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from weft import settings
 from weft.collectives.custom_ops import world_of
@@ -383,7 +384,12 @@ def _cut_before(sent: Node) -> Node | None:
             part = part.all_input_nodes[0]
         found.add(part)
     rows = found.pop()
-    return rows if not found and rows not in sent.all_input_nodes else None
+    if found or rows in sent.all_input_nodes:
+        return None
+    # What splits cut is whole again, and slices that are as many rows as there are.
+    sliced = any(is_call(each, aten.slice.Tensor) for each in sent.all_input_nodes)
+    is_whole = statically_known_true(shape(rows)[0] == shape(sent)[0])
+    return rows if is_whole or not sliced else None
 
 
 def _puts(node: Node, rows: Node | None = None) -> bool:

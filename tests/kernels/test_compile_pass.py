@@ -614,7 +614,6 @@ def by_inductor() -> tuple[str, Any]:
     return str(explained), weft.compile_pass.uuid()
 
 
-@pytest.mark.slow
 def test_inductor_runs_it(ranks: Any) -> None:
     for text, uuid in ranks(2, by_inductor):
         assert text.endswith("6 of 6 collectives fused")  # forward again
