@@ -241,9 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--layer", type=Path, metavar="PICTURE", help="draw the page's layer over time, no rows"
     )
     parser.add_argument("--no-run", action="store_true", help="only from rows that are kept")
-    parser.add_argument(
-        "--again", action="store_true", help="first forget what the fused kernels of all rows took"
-    )
+    parser.add_argument("--again", action="store_true", help="first forget what all rows took")
     args = parser.parse_args(argv)
     machines = [named(name) for name in args.hardware.split(",")]
     if args.layer:
@@ -253,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     kept = {row.key: row for row in read_times(args.keep)}
     for row in kept.values() if args.again else ():
-        row.fused = {}
+        row.fused, row.engines = {}, {}
     given = args.rows and tuple(map(int, args.rows.split(",")))
     wanted = [(M, op) for op in args.ops.split(",") for M in given or OPS[op]]
     for M, op in sorted(wanted):

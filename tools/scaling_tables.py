@@ -137,7 +137,8 @@ def speed_ups(rows: Sequence[EngineTimes]) -> str:
     for model in dict.fromkeys(row.model for row in rows):
         mine = [row for row in rows if row.model == model]
         found = sorted(best_library(row)[1] / row.fused["makespan_us"] for row in mine)
-        parts.append(f"{model}: {found[0]:.2f} to {found[-1]:.2f}")
+        told = " to ".join(dict.fromkeys(f"{each:.2f}" for each in (found[0], found[-1])))
+        parts.append(f"{model}: {told}")
     return f"Speed-up over the best library: {'; '.join(parts)}."
 
 
@@ -151,7 +152,7 @@ def crossover(rows: Sequence[EngineTimes]) -> str:
         for first, last in _true_runs(quickest):
             above = "" if first == 0 else f"above M = {mine[first - 1].M}"
             upto = "" if last == len(mine) - 1 else f"up to M = {mine[last].M}"
-            spans.append(" ".join(filter(None, (above, upto))) or "always")
+            spans.append(" ".join(filter(None, (above, upto))) or "at each of these M")
         parts.append(f"{model}: {' and '.join(spans) or 'never'}")
     return f"Where the fused kernel is the quickest engine: {'; '.join(parts)}."
 
@@ -218,7 +219,7 @@ def write_tables(
     """Put tables and errors between the page's marks."""
     inner = f"{tables_by_hardware(rows)}\n"
     if slower:
-        inner += f"### If a core stored more slowly over links\n\n{slower_stores(slower)}\n\n"
+        inner += f"### If a program moved less where no dots hide it\n\n{slower_stores(slower)}\n\n"
     inner += f"### The same problems, measured by others\n\n{beside_others(others)}"
     text = between_marks(path.read_text(), "overlap", overlap_table(rows))
     path.write_text(between_marks(text, "scaling", inner))
