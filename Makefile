@@ -16,10 +16,10 @@ help:  ## show this list
 demo: .venv/.installed  ## train a small Llama on two ranks, beside one process
 	$(BIN)/weft demo
 
-test: .venv/.installed  ## the tests, 13 minutes on two cores
+test: .venv/.installed  ## the tests, 15 minutes on two cores
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not slow and not sweep and not gpu'
 
-test-slow: .venv/.installed  ## those of five seconds and more, 20 minutes; CI runs them too
+test-slow: .venv/.installed  ## those of five seconds and more, half an hour; CI runs them too
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'slow and not sweep and not gpu'
 
 test-fast: .venv/.installed  ## some tests of every room, two minutes on two quiet cores

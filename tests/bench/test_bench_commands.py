@@ -229,6 +229,7 @@ def test_geometric_mean_treats_twice_and_half_alike() -> None:
     assert rows.geometric_mean([0.5, 2.0]) == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_plan_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from weft.bench.commands import plan
 

@@ -400,6 +400,7 @@ def test_amds_clock_has_come_before_it_is_read():
     assert clocks and set(clocks) == {"s_waitcnt lgkmcnt(0)"}
 
 
+@pytest.mark.slow
 def test_a_compiled_wait_polls_by_loads_and_is_bounded_by_the_clock():
     """A read-modify-write for each poll would keep the L2's atomic units busy."""
     ptx = assembly("sm_90")

@@ -264,7 +264,7 @@ def check(found: Plan, model: nn.Module, x: Tensor, name: str) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.slow] if n == "mixtral" else []) for n in MODELS],
+    [pytest.param(n, marks=[] if n == "llama" else [pytest.mark.slow]) for n in MODELS],
 )
 def test_applied_plans_are_one_process(name: str) -> None:
     make, x = MODELS[name]

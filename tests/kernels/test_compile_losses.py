@@ -81,6 +81,7 @@ def of_any_length() -> list[str]:
     return [r.fused for receipts in graphs for r in receipts]
 
 
+@pytest.mark.slow
 def test_any_number_of_rows(ranks: Any) -> None:
     for found in ranks(2, of_any_length):
         assert found == ["all_gather"] * 3
@@ -150,7 +151,9 @@ def test_sharded_logits_exchange_once(ranks: Any, kind: str, parts: int) -> None
         assert found == [ONCE] * 3
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
+)
 def test_logits_in_half_precision(ranks: Any, dtype: torch.dtype) -> None:
     for kind in "loss_parallel", "in place":
         for found in ranks(2, held, kind, False, dtype):

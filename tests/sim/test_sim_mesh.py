@@ -109,6 +109,7 @@ def test_a_dtensor_script_is_right_under_any_schedule(world_size: int, schedules
 
 
 @pytest.mark.parametrize("world_size", [16, pytest.param(64, marks=pytest.mark.sweep)])
+@pytest.mark.slow
 def test_a_dtensor_script_on_many_ranks(world_size: int) -> None:
     check(sim.run(world_size, lambda rank: train(), timeout=300), world_size)
 

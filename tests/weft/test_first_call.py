@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 _CALLS = """
 import sys, torch, torch.distributed as dist
 import weft
@@ -20,6 +22,7 @@ print([name for name in ("triton", "weft.sim", "torch._inductor") if name in sys
 """
 
 
+@pytest.mark.slow
 def test_cpu_ranks_do_not_import_triton() -> None:
     """A third of a second of a quiet core, which every rank of a busy machine would wait for."""
     run = subprocess.run([sys.executable, "-c", _CALLS], capture_output=True, text=True)

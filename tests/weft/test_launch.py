@@ -69,6 +69,7 @@ def returns_a_function(rank: int, progress: Callable[[Any], None]) -> Any:
     return lambda: rank
 
 
+@pytest.mark.slow
 def test_a_result_that_cannot_be_sent_is_told() -> None:
     with pytest.raises(RankError, match=r"(?s)rank 0 failed:.*returns_a_function.*lambda"):
         launch(1, returns_a_function)
