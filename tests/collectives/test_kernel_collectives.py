@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from flag_words import calls_across_flags, fill_with_nan
 from needs import needs_interpreter
 
 import weft
@@ -20,7 +21,6 @@ from weft.collectives import movement, protocols, resolve, workspace
 from weft.collectives.kernels import collective_launch, multimem, pull
 from weft.collectives.kernels.pull_boxes import Box, BoxTable, table_of
 from weft.collectives.prices.hardware import named
-from weft.collectives.ranks import pad
 from weft.collectives.ranks.chunks import chunk_sizes, offsets
 
 OPS = ("sum", "avg", "max", "min", "product")
@@ -198,10 +198,7 @@ def test_words_have_the_bits_of_signalled_sums() -> None:
         want = reduced(every, op)
         for two_shot in (False, True):
             ws, run = by_words(count, dtype, two_shot, op)
-            dist.barrier()
-            for half in range(2):  # of NaN, whose flag is that of no call here
-                ws.tensor(rank, half, (ws.half_bytes,), torch.uint8).fill_(255)
-            dist.barrier()
+            fill_with_nan(ws)
             for call in range(2):  # of two each
                 if rank and call == 1:
                     time.sleep(0.05)
@@ -217,25 +214,8 @@ def test_flags_of_summed_words_come_again(two_shot: bool) -> None:
     """Across the 2^32th call; and in the last calls of every 2^31 all words are stored anew."""
     rank, count = dist.get_rank(), 37
     ws, run = by_words(count, torch.float32, two_shot)
-    for before in (2**31 - 3, 2**32 - 3):
-        dist.barrier()
-        ws.buffer.pad_of(rank)[pad.GENERATION] = before
-        for half in range(2):  # of flags that are to come
-            words = ws.tensor(rank, half, (ws.half_bytes // 8, 2), torch.int32)
-            words.fill_(signed(before + 4))
-        dist.barrier()
-        for call in range(1, 5):
-            assert (run(torch.full((count,), float(call + rank))) == 2 * call + 1).all()
-            dist.barrier()
-            for half in range(2) if call == 2 else ():
-                words = ws.tensor(rank, half, (ws.half_bytes // 8, 2), torch.int32)
-                assert words[:, 1].unique().tolist() == [signed(before + 1 + half)]
-            dist.barrier()
-
-
-def signed(flag: int) -> int:
-    """The lower 32 bits, as an int32 has them."""
-    return (flag + 2**31) % 2**32 - 2**31
+    for call in calls_across_flags(ws):
+        assert (run(torch.full((count,), float(call + rank))) == 2 * call + 1).all()
 
 
 @needs_interpreter
@@ -267,12 +247,8 @@ def test_sums_by_words_by_the_op() -> None:
             )
         return config_for(op, group, x, nbytes, reduce_op)
 
-    config_for, launching, rank = (
-        movement._launch_config,
-        collective_launch.launching,
-        dist.get_rank(),
-    )
-    kernels = list[Any]()
+    config_for, launching = movement._launch_config, collective_launch.launching
+    rank, kernels = dist.get_rank(), list[Any]()
 
     def noted(kernel: Any, *args: Any) -> Any:
         kernels.append(kernel)

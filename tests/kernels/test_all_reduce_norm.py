@@ -11,12 +11,12 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from flag_words import calls_across_flags, fill_with_nan
 from needs import needs_interpreter
 from test_normalized_sum import check, numbers, operands
 
 import weft
 from weft.collectives import chunk_sizes, resolve
-from weft.collectives.ranks import pad
 from weft.errors import MismatchError
 from weft.kernels.engine.chips import INTERPRETER, known
 from weft.kernels.engine.fp8 import FP8
@@ -262,10 +262,7 @@ def test_words_have_the_bits_of_signalled_rows() -> None:
         )  # fmt: skip
         for one_shot in (True, False):
             ws, run = by_words(T, H, dtype, one_shot, part)
-            dist.barrier()
-            for half in range(2):  # of NaN, whose flag is that of no call here
-                ws.tensor(rank, half, (ws.half_bytes,), torch.uint8).fill_(255)
-            dist.barrier()
+            fill_with_nan(ws)
             for call in (1, 2, 3):
                 if rank and call == 2:
                     time.sleep(0.05)
@@ -289,26 +286,9 @@ def test_flags_of_words_come_again(one_shot: bool) -> None:
     rank, T, H = dist.get_rank(), 3, 37
     xs = [numbers(T, H, seed=r) for r in range(2)]
     ws, run = by_words(T, H, torch.float32, one_shot, 32)
-    for before in (2**31 - 3, 2**32 - 3):
-        dist.barrier()
-        ws.buffer.pad_of(rank)[pad.GENERATION] = before
-        for half in range(2):  # of flags that are to come
-            words = ws.tensor(rank, half, (ws.half_bytes // 8, 2), torch.int32)
-            words.fill_(signed(before + 4))
-        dist.barrier()
-        for call in range(1, 5):
-            _, h = run(xs[rank] * call, None)
-            torch.testing.assert_close(h, (xs[0] + xs[1]) * call)
-            dist.barrier()
-            for half in range(2) if call == 2 else ():
-                words = ws.tensor(rank, half, (ws.half_bytes // 8, 2), torch.int32)
-                assert words[:, 1].unique().tolist() == [signed(before + 1 + half)]
-            dist.barrier()
-
-
-def signed(flag: int) -> int:
-    """The lower 32 bits, as an int32 has them."""
-    return (flag + 2**31) % 2**32 - 2**31
+    for call in calls_across_flags(ws):
+        _, h = run(xs[rank] * call, None)
+        torch.testing.assert_close(h, (xs[0] + xs[1]) * call)
 
 
 @needs_interpreter
