@@ -85,7 +85,8 @@ def line_of(node: torch.fx.Node) -> str:
     trace = node.meta.get("stack_trace") or ""
     places = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', trace)
     own = [place for place in places if not place[0].startswith(_TORCH)] or places
-    own = [place for place in own if place[0] in _files_of_modules(node)] or own
+    files = _files_of_modules(node)
+    own = [place for place in own if place[0] in files] or own
     return f"{own[-1][0]}:{own[-1][1]}, in {own[-1][2]}" if own else ""
 
 
