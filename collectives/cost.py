@@ -406,28 +406,40 @@ def _with_wire(
         parts = [torch.empty_like(part) for _ in range(group.world_size)]
         dist.all_gather(parts, part, group=pg)
 
-    def affordable(call: Callable[[int], object], enough_us: float) -> tuple[int, float]:
-        """Bytes of which `call` takes so long on any rank, or `nbytes`; and what it takes here."""
+    def sizes_of(call: Callable[[int], object], enough_us: float) -> tuple[int, int]:
+        """Bytes of which `call` takes so long on any rank, or `nbytes`; and a quarter, or none."""
         sent = _LEAST_BYTES
-        while True:
-            us = timed(partial(call, sent), 1)
-            most = torch.tensor(us, device=device)
+        while sent < nbytes:
+            most = torch.tensor(timed(partial(call, sent), 1), device=device)
             dist.all_reduce(most, dist.ReduceOp.MAX, group=pg)
-            if sent >= nbytes or float(most) > enough_us:
-                return sent, min(us, timed(partial(call, sent), 1))
+            if float(most) > enough_us:
+                break
             sent *= 2
+        return sent, sent // 4 if sent > 2 * _LEAST_BYTES else 0
+
+    def rate_between(
+        call: Callable[[int], object], sizes: tuple[int, int], start_us: float
+    ) -> float:
+        """Bytes per us of what is more than the fewer bytes: buffers take the first at once."""
+        sent, less = sizes
+        less_us = timed(partial(call, less), 2) if less else start_us
+        return (sent - less) / max(timed(partial(call, sent), 2) - less_us, 1.0)
 
     # Networks may be slow, and the first call waits for all of it.
     wire_us = timed(lambda: gather(source[:64]), *((3, 4) if several or brief else (5, 8)))
     if several:
-        sent, whole_us = affordable(lambda n: gather(source[:n]), _ENOUGH_US)
+
+        def gathered(sent: int) -> None:
+            gather(source[:sent])
+
+        rate = rate_between(gathered, sizes_of(gathered, _ENOUGH_US), wire_us)
     else:
         sent = nbytes // 4 if brief else nbytes
         whole_us = timed(lambda: gather(source[:sent]), *((2, 1) if brief else (3, 2)))
-    wire = sent * (group.world_size - 1) / max(whole_us - wire_us, 1.0)
-    rates = replace(rates, wire=wire, wire_us=wire_us)
+        rate = sent / max(whole_us - wire_us, 1.0)
+    rates = replace(rates, wire=rate * (group.world_size - 1), wire_us=wire_us)
     if several:
-        rates = _with_hosts(rates, group, pg, source, affordable, timed)
+        rates = _with_hosts(rates, group, pg, source, sizes_of, rate_between, timed)
     if own is not None:
         dist.destroy_process_group(own)
     return rates
@@ -442,7 +454,8 @@ def _with_hosts(
     group: Group,
     pg: Any,
     source: torch.Tensor,
-    affordable: Callable[[Callable[[int], object], float], tuple[int, float]],
+    sizes_of: Callable[[Callable[[int], object], float], tuple[int, int]],
+    rate_between: Callable[[Callable[[int], object], tuple[int, int], float], float],
     timed: Callable[..., float],
 ) -> Machine:
     """With what crosses: all ranks hear from one other host at a time."""
@@ -456,9 +469,8 @@ def _with_hosts(
 
     H, us = len(group.hosts), timed(lambda: shift(1, 64), 3, 4)
     # Of many hosts there are many pairs.
-    sent, *took = affordable(lambda n: shift(1, n), max(_ENOUGH_US / (H - 1), _ENOUGH_US / 10))
-    took += [timed(lambda s=s: shift(s, sent), 2) for s in range(2, H)]
-    heard = [sent / max(each - us, 1.0) for each in took]
+    sizes = sizes_of(partial(shift, 1), max(_ENOUGH_US / (H - 1), _ENOUGH_US / 10))
+    heard = [rate_between(partial(shift, step), sizes, us) for step in range(1, H)]
     told = group.gather_objects((heard, us, rates.copy, rates.sync_us), "rates between hosts")
     between = [[0.0] * H for _ in range(H)]
     for to, ranks in enumerate(group.hosts):

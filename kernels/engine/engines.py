@@ -265,7 +265,7 @@ def predict(problem: Problem, group: Group, device: torch.device) -> Mapping[Run
 def _prices_in_two_levels(
     problem: Problem, group: Group, device: torch.device, rates: cost.Machine
 ) -> dict[RunnableEngine, Price]:
-    """Compared by what moves, which the levels of one call hide of each other at best."""
+    """Compared by what moves: of the levels, blocks of one hide behind those of the other."""
     if problem.tokens is not None:
         return _experts_in_two_levels(problem, problem.tokens, group, rates)
     op, size = COLLECTIVE_OF.get(problem.op, "all_gather"), problem.dtype.itemsize
@@ -282,11 +282,12 @@ def _prices_in_two_levels(
     inside = Part("inside hosts", ours.inside * whole, f"at {rates.copy / 1e3:.3g} GB/s")
     start = Part("signals", ours.start, f"{rates.between_us:.3g} us of them between hosts")
     us = max(matmul.us + inside.us, between.us) + start.us
+    moved_us = max(inside.us, between.us) + start.us
     flat_us = flat.us(flat_bytes)
     how = f"{_mib(flat_bytes)}, received at {rates.wire / 1e3:.3g} GB/s"
     rule = "the longer of what is between hosts and inside, with the matmul, then the rest"
     return {
-        "hosts": Price(us, ours.us(whole), (matmul, between, inside, start), rule),
+        "hosts": Price(us, moved_us, (matmul, between, inside, start), rule),
         "generic": Price(matmul.us + flat_us, flat_us, (matmul, Part("collective", flat_us, how))),
     }
 

@@ -162,10 +162,12 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def partial_matmul(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Differentiable x (*batch, M, K) @ w (K, N), in `sum_dtype`."""
-    if not is_half(x):
-        return matmul(x, w)
+def partial_matmul(
+    x: torch.Tensor, w: torch.Tensor, wire_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Differentiable x (*batch, M, K) @ w (K, N), in `sum_dtype`, to travel in `wire_dtype`."""
+    if not is_half(x) or (wire_dtype == x.dtype and partials_cost(x)):
+        return in_sum_dtype(matmul(x, w))
     product: torch.Tensor = _PartialMatmul.apply(x, w)
     return product
 

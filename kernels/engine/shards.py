@@ -216,9 +216,11 @@ def product_into(
     """x @ w (+ plus) in `shown`, added up in `sum_dtype` and rounded once to the dtype of that."""
     if scaling is not None:
         return shown.copy_(scaled_partial(x, w, scaling))
-    if shown.dtype != sum_dtype(x):
-        return shown.copy_(partial_mm(x, w, plus=plus))
-    return partial_mm(x, w, plus=plus, out=shown)
+    if shown.dtype == sum_dtype(x):
+        return partial_mm(x, w, plus=plus, out=shown)
+    if shown.dtype == x.dtype and plus is None:
+        return mm(x, w, out=shown)
+    return shown.copy_(partial_mm(x, w, plus=plus))
 
 
 def reduce_rows(

@@ -9,7 +9,8 @@ A bias that every rank adds divided by their number, as DTensor adds one that al
 added once; one of a rank's own, such as rank 0 alone adds, becomes a row of its weight, as the
 other ranks cannot know of it. A factor is multiplied with the sum. Where the results are cast
 before, they are added up as they were made and cast afterwards, so that each sum is rounded once
-where the model rounds each rank's term; where they are cast to fewer bytes, these travel.
+where the model rounds each rank's term; where they are cast to fewer bytes, these travel. Half
+precision on a CPU is rounded by each rank, as the model does and its libraries do.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.fx import Graph, Node
 
 from weft.collectives.custom_ops import world_of
 from weft.kernels.engine.fp8 import FP8
+from weft.kernels.engine.local_matmul import partials_cost
 from weft.kernels.graphs.building import Builder, erase
 from weft.kernels.graphs.chains import (
     aten,
@@ -146,6 +148,8 @@ def _op_on_product(
     x, w, bias = _multiplied(at, collective, product)
     sent, dtype = whole.meta["val"].dtype, product.meta["val"].dtype
     wire = sent if sent.itemsize < dtype.itemsize else None
+    if dtype == x.meta["val"].dtype and partials_cost(x.meta["val"]):
+        wire = dtype  # as the model rounds: products that are not rounded take 2 or 3 times as long
     scales = {}
     if is_call(product, aten._scaled_mm.default):
         rows, columns = product.args[2:4]

@@ -279,7 +279,7 @@ class FusedSum(FusedOp):
         plan = fused_plan(self.name, group, key, tensors, checked)
         engine, dim, sizes, shape = plan.engine, plan.dim, plan.sizes, plan.shape
         if engine == "generic":
-            partial = scaled_partial(x, w, scaling) if scaling else partial_matmul(x, w)
+            partial = scaled_partial(x, w, scaling) if scaling else partial_matmul(x, w, wire_dtype)
             if dim is None:
                 total = Summed.apply(partial, group, reduce_op, wire_dtype)
                 return finished(total, bias, residual, dtype)

@@ -473,6 +473,26 @@ def test_casts_batches_of_one_and_sums_of_matmuls(ranks: Any) -> None:
         ]
 
 
+def halves() -> list[bool]:
+    """Whether sums of half precision on CPUs are of products that each rank has rounded."""
+    x, up = own_part(7).flatten(0, 1).bfloat16().repeat(1, 8), torch.randn(8 * H, F).bfloat16()
+    graphs: list[Receipts] = []
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x: all_reduce(x @ up, "sum", world()), backend=by_pass(False, graphs)
+    )
+    made, terms = compiled(x), [torch.empty(len(x), F).bfloat16() for _ in range(2)]
+    dist.all_gather(terms, x @ up)
+    return [
+        graphs[0][0].fused == REDUCE[1],
+        torch.equal(made, (terms[0].float() + terms[1]).to(x.dtype)),
+    ]
+
+
+def test_half_precision_is_rounded_as_the_model_does(ranks: Any) -> None:
+    assert ranks(2, halves) == [[True, True]] * 2
+
+
 def contractions() -> list[Any]:
     x, dy = own_part(1), torch.randn(B, 2 * S, F, generator=torch.Generator().manual_seed(2))
 
