@@ -400,46 +400,19 @@ def _with_wire(
     on_gloo = device.type == "cpu" and bool(backends_of(group.pg) & {"gloo", "undefined"})
     bound = timedelta(seconds=settings.timeout_s())
     own = new_group(group.ranks, "gloo", bound) if on_gloo else None
-    pg = own or group.pg
-
-    def gather(part: torch.Tensor) -> None:
-        parts = [torch.empty_like(part) for _ in range(group.world_size)]
-        dist.all_gather(parts, part, group=pg)
-
-    def sizes_of(call: Callable[[int], object], enough_us: float) -> tuple[int, int]:
-        """Bytes of which `call` takes so long on any rank, or `nbytes`; and a quarter, or none."""
-        sent = _LEAST_BYTES
-        while sent < nbytes:
-            most = torch.tensor(timed(partial(call, sent), 1), device=device)
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=pg)
-            if float(most) > enough_us:
-                break
-            sent *= 2
-        return sent, sent // 4 if sent > 2 * _LEAST_BYTES else 0
-
-    def rate_between(
-        call: Callable[[int], object], sizes: tuple[int, int], start_us: float
-    ) -> float:
-        """Bytes per us of what is more than the fewer bytes: buffers take the first at once."""
-        sent, less = sizes
-        less_us = timed(partial(call, less), 2) if less else start_us
-        return (sent - less) / max(timed(partial(call, sent), 2) - less_us, 1.0)
-
+    network = _Network(group, own or group.pg, source, timed)
+    gather = network.gather
     # Networks may be slow, and the first call waits for all of it.
-    wire_us = timed(lambda: gather(source[:64]), *((3, 4) if several or brief else (5, 8)))
+    wire_us = timed(partial(gather, 64), *((3, 4) if several or brief else (5, 8)))
     if several:
-
-        def gathered(sent: int) -> None:
-            gather(source[:sent])
-
-        rate = rate_between(gathered, sizes_of(gathered, _ENOUGH_US), wire_us)
+        rate = network.rate(gather, network.sizes_of(gather, _ENOUGH_US), wire_us)
     else:
         sent = nbytes // 4 if brief else nbytes
-        whole_us = timed(lambda: gather(source[:sent]), *((2, 1) if brief else (3, 2)))
+        whole_us = timed(partial(gather, sent), *((2, 1) if brief else (3, 2)))
         rate = sent / max(whole_us - wire_us, 1.0)
     rates = replace(rates, wire=rate * (group.world_size - 1), wire_us=wire_us)
     if several:
-        rates = _with_hosts(rates, group, pg, source, sizes_of, rate_between, timed)
+        rates = network.with_hosts(rates)
     if own is not None:
         dist.destroy_process_group(own)
     return rates
@@ -449,34 +422,67 @@ def _with_wire(
 _LEAST_BYTES, _ENOUGH_US = 64 << 10, 1e4
 
 
-def _with_hosts(
-    rates: Machine,
-    group: Group,
-    pg: Any,
-    source: torch.Tensor,
-    sizes_of: Callable[[Callable[[int], object], float], tuple[int, int]],
-    rate_between: Callable[[Callable[[int], object], tuple[int, int], float], float],
-    timed: Callable[..., float],
-) -> Machine:
-    """With what crosses: all ranks hear from one other host at a time."""
+@dataclass(frozen=True)
+class _Network:
+    """Between hosts, as `pg` uses it: it sends the first bytes of `source`."""
 
-    def shift(step: int, nbytes: int) -> None:
-        sends, receives = ([nbytes * n for n in each] for each in rails(group, step))
+    group: Group
+    pg: Any
+    source: torch.Tensor
+    timed: Callable[..., float]
+
+    def gather(self, nbytes: int) -> None:
+        """From every rank."""
+        part = self.source[:nbytes]
+        parts = [torch.empty_like(part) for _ in range(self.group.world_size)]
+        dist.all_gather(parts, part, group=self.pg)
+
+    def shift(self, step: int, nbytes: int) -> None:
+        """Every rank hears from the host `step` before its own, and from no other."""
+        sends, receives = ([nbytes * n for n in each] for each in rails(self.group, step))
         hearing = sum(map(bool, sends))
-        x = source[:nbytes] if hearing == 1 else source[:nbytes].repeat(hearing)
-        out = source.new_empty(sum(receives))
-        dist.all_to_all_single(out, x, receives, sends, group=pg)
+        x = self.source[:nbytes] if hearing == 1 else self.source[:nbytes].repeat(hearing)
+        out = self.source.new_empty(sum(receives))
+        dist.all_to_all_single(out, x, receives, sends, group=self.pg)
 
-    H, us = len(group.hosts), timed(lambda: shift(1, 64), 3, 4)
-    # Of many hosts there are many pairs.
-    sizes = sizes_of(partial(shift, 1), max(_ENOUGH_US / (H - 1), _ENOUGH_US / 10))
-    heard = [rate_between(partial(shift, step), sizes, us) for step in range(1, H)]
-    told = group.gather_objects((heard, us, rates.copy, rates.sync_us), "rates between hosts")
-    between = [[0.0] * H for _ in range(H)]
-    for to, ranks in enumerate(group.hosts):
-        for step in range(1, H):
-            between[to - step][to] = min(told[rank][0][step - 1] for rank in ranks)
-    _, apart, copies, syncs = zip(*told, strict=True)
-    return replace(
-        rates, copy=min(copies), sync_us=max(syncs), between=between, between_us=max(apart)
-    )
+    def sizes_of(self, call: Callable[[int], object], enough_us: float) -> tuple[int, int]:
+        """Bytes of which `call` takes so long on any rank, or all; and a quarter of them, or none.
+
+        Collective, as `call` is.
+        """
+        sent, all_of_it = _LEAST_BYTES, self.source.numel()
+        while sent < all_of_it:
+            most = torch.tensor(self.timed(partial(call, sent), 1), device=self.source.device)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.pg)
+            if float(most) > enough_us:
+                break
+            sent *= 2
+        return sent, sent // 4 if sent > 2 * _LEAST_BYTES else 0
+
+    def rate(self, call: Callable[[int], object], sizes: tuple[int, int], start_us: float) -> float:
+        """Bytes per us of those behind the fewer of two sizes: buffers take the first at once.
+
+        Args:
+            start_us: of a call of no bytes.
+        """
+        sent, less = sizes
+        less_us = self.timed(partial(call, less), 2) if less else start_us
+        return (sent - less) / max(self.timed(partial(call, sent), 2) - less_us, 1.0)
+
+    def with_hosts(self, rates: Machine) -> Machine:
+        """With what crosses from each host to each."""
+        group = self.group
+        H, us = len(group.hosts), self.timed(partial(self.shift, 1, 64), 3, 4)
+        # Of many hosts there are many pairs.
+        enough_us = max(_ENOUGH_US / (H - 1), _ENOUGH_US / 10)
+        sizes = self.sizes_of(partial(self.shift, 1), enough_us)
+        heard = [self.rate(partial(self.shift, step), sizes, us) for step in range(1, H)]
+        told = group.gather_objects((heard, us, rates.copy, rates.sync_us), "rates between hosts")
+        between = [[0.0] * H for _ in range(H)]
+        for to, ranks in enumerate(group.hosts):
+            for step in range(1, H):
+                between[to - step][to] = min(told[rank][0][step - 1] for rank in ranks)
+        _, apart, copies, syncs = zip(*told, strict=True)
+        return replace(
+            rates, copy=min(copies), sync_us=max(syncs), between=between, between_us=max(apart)
+        )
