@@ -14,10 +14,10 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 if TYPE_CHECKING:
-    from tools.scaling_page import EngineTimes
+    from tools.scaling_page import PlayedProblem
 
 
-def draw_scaling(rows: Sequence[EngineTimes], path: Path) -> None:
+def draw_scaling(rows: Sequence[PlayedProblem], path: Path) -> None:
     """A panel for each op, a line for each model; shaded down to what slower stores would leave.
 
     Args:
@@ -33,15 +33,8 @@ def draw_scaling(rows: Sequence[EngineTimes], path: Path) -> None:
             axis.axhline(1.0, color="black", linewidth=0.8)
             for model in dict.fromkeys(row.model for row in rows):
                 mine = [row for row in rows if (row.op, row.model) == (op, model)]
-                gains = {
-                    row.M: scaling_tables.best_library(row)[1] / row.fused["makespan_us"]
-                    for row in mine
-                }
-                slower = {
-                    row.M: gains[row.M] * row.fused["makespan_us"] / row.slower_stores
-                    for row in mine
-                    if row.slower_stores
-                }
+                gains = {row.M: scaling_tables.best_library(row)[1] / row.us for row in mine}
+                slower = {row.M: gains[row.M] * row.us / row.slower_stores_us for row in mine}
                 (line,) = axis.plot([*gains], [*gains.values()], "o-", markersize=3, label=model)
                 whole = [gains[tokens] for tokens in slower]
                 axis.fill_between(

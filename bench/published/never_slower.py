@@ -30,7 +30,7 @@ import torch
 from weft.bench import shapes
 from weft.bench.report.tables import figure
 from weft.collectives import protocols
-from weft.collectives.kernels.collective_launch import collective_config, quickest_way
+from weft.collectives.kernels.collective_launch import quickest_way
 from weft.collectives.prices import library
 from weft.collectives.prices.hardware import Hardware, named
 from weft.collectives.protocols import Collective
@@ -211,18 +211,23 @@ def collective_choice(
     """
     fabric = hardware.fabric(W)
     piece = nbytes if op == "all_reduce" else -(-nbytes // W)
-    config = collective_config(op, piece, W, on_gpus=True)
+    config = engines.collective_config_on(hardware, op, piece, W)
     switch = asked or op == "all_gather"
     us = {"library, NCCL": protocols.nccl_us(op, nbytes, fabric)}
-    us["one shot"] = protocols.kernel_us(op, nbytes, fabric)
-    if op == "all_reduce" and W > 2:
-        us["two shots"] = protocols.kernel_us(op, nbytes, fabric, two_shot=True)
+    for by_words in (False, True) if config.by_words else (False,):
+        for two_shot in (False, True) if op == "all_reduce" and W > 2 else (False,):
+            name = _launch_name(two_shot, by_words)
+            us[name] = protocols.kernel_us(op, nbytes, fabric, two_shot=two_shot, by_words=by_words)
     if switch and fabric.multicast and op != "all_to_all":
         us["library, NVLS"] = protocols.switch_us(op, nbytes, fabric, in_graph=True)
-    kernel = "two shots" if config.two_shot else "one shot"
+    kernel = _launch_name(config.two_shot, config.by_words)
     way, _, _ = quickest_way(op, piece, fabric, config, switch=switch)
     names = {"triton": kernel, "switch": "library, NVLS", "generic": "library, NCCL"}
     return names[way], us
+
+
+def _launch_name(two_shot: bool, by_words: bool) -> str:
+    return ("two shots" if two_shot else "one shot") + (" by words" if by_words else "")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

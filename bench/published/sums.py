@@ -5,12 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from weft.bench.published.rows import InexpressibleError, Row, op_words, row_bytes
+from weft.bench.published.rows import (
+    InexpressibleError,
+    Row,
+    op_words,
+    row_bytes,
+    row_hardware,
+)
 from weft.bench.published.times import Kind, Time, has, is_library, row_fabric
 from weft.collectives import protocols
 from weft.collectives.prices import library
 from weft.collectives.prices.hardware import Hardware
 from weft.collectives.protocols import HOST_US, Collective, Fabric
+from weft.kernels.engine.engines import collective_config_on
 
 
 def collective_time(op: Collective) -> Callable[[Row, Hardware], Time]:
@@ -48,7 +55,13 @@ def stated_collective(
             return kind, one, "one shot"
         if has(row, r"two[- ]?(shot|stage)|2[- ]?(shot|stage)"):
             return kind, two, "two shots"
-        if own or has(row, r"custom"):
+        if own:  # weft's, as `auto` launches it
+            config = collective_config_on(row_hardware(row), op, round(nbytes), fabric.ranks)
+            two_shot, by_words = config.two_shot, config.by_words
+            us = protocols.kernel_us(op, nbytes, fabric, two_shot=two_shot, by_words=by_words)
+            how = ("two shots" if two_shot else "one shot") + " by words" * by_words
+            return kind, us + HOST_US * (not in_graph), how
+        if has(row, r"custom"):
             return kind, min(one, two), "the shorter of one and two shots"
     if is_library(row):
         return "library", protocols.nccl_us(op, nbytes, fabric), "the best of NCCL's protocols"

@@ -71,7 +71,9 @@ _BLOCK_BYTES, _PROGRAMS = 4 << 10, 64
 # By words that carry their flags also in one shot between two ranks, and up to 64 KiB between more.
 # A block is the least of which each of 128 threads has words of its own.
 _WORDS_ONE_SHOT_BYTES, _WORDS_BLOCK_BYTES = 64 << 10, 1 << 10
-WORDS_ROOM = 1 << 20  # of a half of the workspace: the most that any of these needs
+# Then twice the bytes take longer than two acknowledgements, on NVLink of an H100.
+_MOST_WORDS_BYTES = 384 << 10
+WORDS_ROOM = 2 << 20  # of a half of the workspace: the most that any of these needs
 
 
 def within_budget(programs: int) -> int:
@@ -103,7 +105,7 @@ def collective_config(
     nvidia = not interpreted and torch.version.hip is None
     signalled = CollectiveConfig(block, programs, 4 if interpreted else 8, two_shot, nvidia)
     # A program holds a block for all ranks at once: few enough registers for 8.
-    if words_on and on_gpus and 1 < world_size <= 8 and 0 < nbytes <= _ONE_SHOT_BYTES:
+    if words_on and on_gpus and 1 < world_size <= 8 and 0 < nbytes <= _MOST_WORDS_BYTES:
         return _quicker_config(nbytes, words_on, signalled)
     return signalled
 

@@ -391,7 +391,7 @@ def workspace(
 
     Collective when it has to be made or to grow, so `nbytes` must be the same on every rank. Call
     it once with the largest size ahead of a CUDA-graph capture: growing is refused there. An
-    all_reduce of at most 224 KiB may have a channel of its own: call one of these as well.
+    all_reduce of at most 384 KiB may have a channel of its own: call one of these as well.
 
     Raises:
         RuntimeError: it would have to grow while a CUDA graph is captured.

@@ -59,6 +59,8 @@ class Hardware:
             on an H200 ([gpu]), in its own memory; assumed of NVIDIA's others and over links, left
             out of AMD's. `docs/scaling.md` tells what would change.
         wait_us: from a word's arrival until a program that waits for it goes on: [gpu], likewise.
+        look_us: the same where words carry their data: from a norm of 8 rows by such words, [gpu],
+            and a published sum of 48 KiB; docs/virtual_time.md has both.
         link_bandwidth: bytes a second and direction: of a chip's port on the switch, or of each of
             its links to a peer in a mesh.
         link_sustained: share of `link_bandwidth` that long transfers reach.
@@ -106,6 +108,7 @@ class Hardware:
     rail_bandwidth: float = 50e9
     program_bandwidth: float = math.inf
     wait_us: float = 0.0
+    look_us: float = 0.0
     ahead_us: float = 1.2
     specials: float = 1 / 8
 
@@ -216,6 +219,7 @@ H100 = Hardware(
     launch_us=2.0,
     program_bandwidth=40e9,
     wait_us=2.0,
+    look_us=1.0,
 )
 
 # [H200]: the H100's chip with more and faster memory; [MAMF] has the same rate for it.

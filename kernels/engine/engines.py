@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
@@ -23,13 +23,16 @@ from weft import settings
 from weft.collectives import Group, cost
 from weft.collectives.prices import between_hosts, hardware, library
 from weft.collectives.prices.hardware import Hardware
-from weft.collectives.protocols import COLLECTIVE_OF, moved_bytes
+from weft.collectives.protocols import COLLECTIVE_OF, Collective, moved_bytes
 from weft.collectives.ranks.caches import KeptDict
 from weft.collectives.ranks.group import kept_by_group
 from weft.collectives.ranks.reports import check_all
 from weft.collectives.topology import hosts_in_words, in_two_levels
 from weft.kernels.engine import fused_times, kernel_rates, tuning
 from weft.kernels.engine.chips import chip_of
+
+if TYPE_CHECKING:
+    from weft.collectives.kernels.collective_launch import CollectiveConfig
 
 RunnableEngine = Literal["triton", "host", "generic", "hosts"]
 
@@ -438,6 +441,17 @@ def kernel_time(problem: Problem, chip: Hardware, W: int, switch: bool) -> fused
     return fused_times.fused_time(*sizes, chip, W, "by the switch", wire=wire)
 
 
+def collective_config_on(chip: Hardware, op: Collective, piece: int, W: int) -> CollectiveConfig:
+    """How `auto` launches a kernel's collective of floats on such chips; `piece` as `nbytes` there.
+
+    Words that carry their flag are for sums on chips of NVIDIA, as `movement` has it.
+    """
+    from weft.collectives.kernels.collective_launch import collective_config
+
+    words = op == "all_reduce" and not chip.chip.startswith("gfx")
+    return collective_config(op, piece, W, True, words_on=chip.fabric(W) if words else None)
+
+
 def unfused_parts(
     problem: Problem, chip: Hardware, W: int, switch: bool = False
 ) -> tuple[Part, ...]:
@@ -454,10 +468,7 @@ def unfused_parts(
     wire = problem.wire_dtype.itemsize if problem.wire_dtype else max(size, 4)
     nbytes = moved_bytes(problem.op, M, N, K, wire if summed else size)
     piece = nbytes if op == "all_reduce" else -(-nbytes // W)
-    words_on = None if chip.chip.startswith("gfx") else chip.fabric(W)
-    config = kernels.collective_config(
-        op, piece, W, on_gpus=True, words_on=words_on if op == "all_reduce" else None
-    )
+    config = collective_config_on(chip, op, piece, W)
     may_switch = size > 1 and (switch or not summed)
     way, us, _ = kernels.quickest_way(op, piece, chip.fabric(W), config, switch=may_switch)
     by = {"triton": "a kernel", "switch": "the switch", "generic": "NCCL"}[way]

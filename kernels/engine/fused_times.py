@@ -4,8 +4,9 @@
 
 of the matmul's tiles in whole waves, each stored by its program, and the bytes on a link; what a
 program adds up is a part of its matmul's half. The constants are those of a way to
-launch (`_WAYS`), not of a chip or a shape, and fitted to virtual time on 8 H100, `docs/scaling.md`;
-`tests/sim/test_closed_forms.py` holds them against these, and against other ranks and chips.
+launch (`_WAYS`), not of a chip or a shape, and fitted by `tools.scaling_fit` to every second row of
+`docs/scaling.md`, in virtual time on 8 H100; `tests/sim/test_closed_forms.py` holds them against
+all of these, and against other ranks and chips.
 
 Attention is priced by the library's (`weft.collectives.prices.library`): `attention_times`.
 """
@@ -63,10 +64,10 @@ class _Transport:
 
 
 _WAYS = {
-    "copy programs": _Transport(0.43, 0.63, 0.0, 5.0),
-    "copy engines": _Transport(0.0, 0.0, 0.75, 4.0),  # the first copies
-    "chunks": _Transport(0.22, 0.1, 0.46, 6.5),  # a tile of each program, which take turns
-    "one shot": _Transport(0.56, 0.24, 0.0, 2.8),
+    "copy programs": _Transport(0.62, 0.23, 0.0, 7.1),
+    "copy engines": _Transport(0.12, 0.0, 0.98, 4.8),  # the first copies
+    "chunks": _Transport(0.22, 0.0, 0.69, 7.0),  # a tile of each program, which take turns
+    "one shot": _Transport(1.14, 0.0, 0.0, 2.0),
     "two shots": _Transport(1.4, 0.1, 0.0, 3.2),  # all ranks played, 64 rows
     "by the switch": _Transport(1.4, 0.1, 0.0, 3.2),  # as two shots: virtual time has no switch
 }

@@ -418,7 +418,8 @@ class Clock:
                 continue
             elif isinstance(event, Wait):
                 yield from self._arrivals(event)
-                yield calendar.now + hardware.l2_latency_us + hardware.wait_us
+                after = hardware.look_us if event.flagged else hardware.wait_us
+                yield calendar.now + hardware.l2_latency_us + after
                 kind, peer = "waiting", self._last_to_come(event)
             else:
                 relaxed = isinstance(event, Signal) and not event.release

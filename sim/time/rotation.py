@@ -93,7 +93,8 @@ class _Turn:
         if isinstance(event, Store):
             return replace(event, owner=self._owner(event.owner))
         if isinstance(event, Wait):
-            return Wait({self._word(word): at for word, at in event.versions.items()})
+            versions = {self._word(word): at for word, at in event.versions.items()}
+            return replace(event, versions=versions)
         return replace(event, address=self._word(event.address), owner=self._owner(event.owner))
 
     def _owner(self, owner: int) -> int:

@@ -94,9 +94,13 @@ class Flag:
 
 @dataclass(slots=True)
 class Wait:
-    """What comes next needs changes of words, looked at together: address -> which change."""
+    """What comes next needs changes of words, looked at together: address -> which change.
+
+    `flagged`: they carry what comes next, so that the look that finds them has it.
+    """
 
     versions: dict[int, int]
+    flagged: bool = False
 
 
 @dataclass(slots=True)
@@ -266,7 +270,7 @@ class Lane:
     def take(self, versions: dict[int, int]) -> None:
         """Flagged words are loaded next; all that one look loads is under way together."""
         if self._look is None:
-            look = Wait(versions)
+            look = Wait(versions, flagged=True)
             self.add(look)
             self._look = look
         else:

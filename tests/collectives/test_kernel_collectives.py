@@ -294,7 +294,7 @@ def test_gradients() -> None:
 
 
 def test_few_bytes_of_sums_take_words() -> None:
-    """While they are predicted to be quicker, up to 224 KiB between 2 to 8 ranks, in one shot
+    """While they are predicted to be quicker, up to 384 KiB between 2 to 8 ranks, in one shot
     while few.
     """
     fabric = named("h100").fabric(8)
@@ -303,14 +303,14 @@ def test_few_bytes_of_sums_take_words() -> None:
         links = replace(named(chip).fabric(8), ranks=W) if words else None
         return collective_launch.collective_config("all_reduce", nbytes, W, True, words_on=links)
 
-    assert [chosen(n << 10).by_words for n in (0, 1, 128, 225)] == [False, True, True, False]
+    assert [chosen(n << 10).by_words for n in (0, 1, 384, 385)] == [False, True, True, False]
     assert [chosen(n << 10).two_shot for n in (1, 32, 64)] == [False, False, True]
     assert not chosen(100 << 10, 2).two_shot
     assert not chosen(1 << 10, 1).by_words and not chosen(1 << 10, 9).by_words
     assert not chosen(1 << 10, words=False).by_words
     assert [chosen(n << 10, 2, chip="h800").by_words for n in (8, 220)] == [True, False]
     for W in range(2, 9):
-        for n in range(1, 225):
+        for n in range(1, 385):
             config = chosen(n << 10, W)
             room = collective_launch.workspace_bytes(n << 10, W, config)
             assert not config.by_words or room <= collective_launch.WORDS_ROOM

@@ -27,6 +27,7 @@ from weft.kernels import dispatch, grouped_matmul, route
 from weft.kernels.engine.chips import chip_of, known
 from weft.sim.hooks import timing_hooks
 from weft.sim.time.clock import play
+from weft.sim.time.rotation import Pads, _Turn
 from weft.sim.time.timeline import Timeline
 from weft.sim.time.trace import (
     Beside,
@@ -320,6 +321,15 @@ def test_a_wait_takes_its_time_also_where_the_word_is_there() -> None:
     events = [Signal(8, 1, 0), Wait({8: 1}), Wait({8: 1})]
     us, late_us = (play(trace([launch(events)]), chip).makespan for chip in (TOY, late))
     assert late_us - us == pytest.approx(2 * 3)
+
+
+def test_words_with_their_flags_take_a_look_and_no_wait() -> None:
+    late = dataclasses.replace(TOY, wait_us=3.0, look_us=1.0)
+    events = [Signal(8, 1, 0), Wait({8: 1}, flagged=True)]
+    us, late_us = (play(trace([launch(events)]), chip).makespan for chip in (TOY, late))
+    assert late_us - us == pytest.approx(1)
+    turned = _Turn(Pads(), 1, 2).event(Wait({}, flagged=True))
+    assert isinstance(turned, Wait) and turned.flagged
 
 
 def test_presets_hold_together() -> None:
