@@ -129,11 +129,14 @@ class SideStreams:
             self._virtual.rejoin()
 
 
-def gather_shards(ex: Exchange, x: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """The published shards as one matrix (M, K). Valid inside the exchange."""
-    whole = ex.local((sum(rows), x.shape[1]), x.dtype)
+def gather_shards(
+    ex: Exchange, x: torch.Tensor, rows: list[int], *, private: bool = False
+) -> torch.Tensor:
+    """The published shards as one matrix (M, K). Valid inside the exchange, if not `private`."""
+    shape = sum(rows), x.shape[1]
+    whole = x.new_empty(shape) if private else ex.local(shape, x.dtype)
     for start, shard in shards(ex, x, rows):
-        if shard is not x:
+        if private or shard is not x:
             whole[start : start + len(shard)].copy_(shard)
     return whole
 

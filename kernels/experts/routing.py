@@ -178,6 +178,20 @@ class Routing:
         return self.long_slots * self.tensor_parallel_size + self.part
 
     @cached_property
+    def firsts(self) -> list[list[int | None]]:
+        """Of the rows of each of `blocks`, the first one's place, if the others' follow it."""
+        blocks = [block for of in self.blocks for block in of]
+        filled = [block for block in blocks if block.stop > block.start]
+        ends = torch.tensor([[block.start, block.stop - 1] for block in filled], dtype=torch.int64)
+        places = iter(self.places[ends.view(-1)].view(-1, 2).tolist())
+        found: list[int | None] = []
+        for block in blocks:  # slots of one rank rise
+            first, last = next(places) if block.stop > block.start else (0, 0)
+            found.append(first if last - first == block.stop - block.start - 1 else None)
+        W = self.group.world_size
+        return [found[at : at + W] for at in range(0, len(found), W)]
+
+    @cached_property
     def unused(self) -> torch.Tensor:
         """Slots of this rank that nobody computes, as int64 indices among `parts`."""
         padding = (self.topk_ids < 0).reshape(-1)

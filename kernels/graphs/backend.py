@@ -200,10 +200,10 @@ def compile_backend(
     from torch._inductor.compile_fx import compile_fx
 
     patches = {**(list_mode_options(mode) if mode else {}), **(options or {})}
-    strict, code = bool(patches.pop("strict", False)), _code_being_compiled()
+    strict, compiled = bool(patches.pop("strict", False)), _being_compiled()
 
     def told(receipts: Receipts) -> None:
-        keep_receipts(code, receipts)
+        keep_receipts(compiled, receipts)
 
     # A graph that Inductor finds in its cache has been rewritten before, and has no receipts.
     patches["fx_graph_cache"] = False
@@ -214,16 +214,27 @@ def compile_backend(
     return cast(Callable[..., Any], compile_fx(model, inputs, config_patches=patches))
 
 
-def _code_being_compiled() -> CodeType | None:
-    """Of the function whose frame torch compiles, or goes on with behind a graph break."""
+def _being_compiled() -> CodeType | torch.nn.Module | None:
+    """The code of the function whose frame torch compiles, or goes on with behind a graph break.
+
+    The forward of torch's own modules has no frame that it would compile: one function calls all of
+    these, and is compiled for each. It is told by the module.
+    """
+    from torch._dynamo import external_utils
     from torch._dynamo.resume_execution import ContinueExecutionCache
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
-        code: CodeType = InstructionTranslator.current_tx().f_code
+        frame = InstructionTranslator.current_tx()
+        code: CodeType = frame.f_code
     except (AttributeError, LookupError):
         return None
     rests = ContinueExecutionCache.generated_code_metadata
     while code in rests and rests[code].code is not None:
         code = rests[code].code
+    if code.co_filename == external_utils.__file__:
+        called = frame.f_locals.get("fn")
+        called = getattr(called, "__self__", called)
+        is_module = isinstance(called, torch.nn.Module)
+        return called if is_module else getattr(called, "__code__", None)
     return code

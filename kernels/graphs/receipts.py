@@ -110,8 +110,10 @@ def receipt_of(node: torch.fx.Node, fused: str, why: str) -> Receipt:
     return Receipt(collective_of(node), size, fused, why, line_of(node))
 
 
-# By the code that torch has compiled: the receipts of its graphs, forward and backward.
-_kept: weakref.WeakKeyDictionary[CodeType, list[Receipts]] = weakref.WeakKeyDictionary()
+# By the code that torch has compiled, or a module of torch's own: the receipts of its graphs,
+# forward and backward.
+_Compiled = CodeType | torch.nn.Module
+_kept: weakref.WeakKeyDictionary[_Compiled, list[Receipts]] = weakref.WeakKeyDictionary()
 
 
 def _print_by_itself() -> None:
@@ -126,10 +128,10 @@ def _print_by_itself() -> None:
         _logger.propagate = False
 
 
-def keep_receipts(code: CodeType | None, receipts: Receipts) -> None:
+def keep_receipts(compiled: _Compiled | None, receipts: Receipts) -> None:
     """Keep them for `receipts_of`, log them, and tell listeners of `weft.explain`."""
-    if code is not None:
-        _kept.setdefault(code, []).append(receipts)
+    if compiled is not None:
+        _kept.setdefault(compiled, []).append(receipts)
     if receipts:
         asked = "compile" in settings.logged()
         if asked:
@@ -140,16 +142,20 @@ def keep_receipts(code: CodeType | None, receipts: Receipts) -> None:
         settings.record(f"compiled {each.collective}", told, each.why, " x ".join(each.shape))
 
 
-def _codes_of(compiled: Any) -> list[CodeType]:
-    """Of a module or function that torch.compile has been given: its own last, decorators first."""
+def _names_of(compiled: Any) -> list[_Compiled]:
+    """What receipts of a compiled module or function may be kept by: the most likely one last.
+
+    That is the code of decorators, then its own, then the module itself.
+    """
     original = getattr(compiled, "_torchdynamo_orig_callable", None)
     original = getattr(compiled, "_orig_mod", original) or compiled
-    original = original.forward if isinstance(original, torch.nn.Module) else original
-    codes = []
+    module = original if isinstance(original, torch.nn.Module) else None
+    original = original if module is None else module.forward
+    names: list[_Compiled | None] = []
     while original is not None:
-        codes.append(getattr(getattr(original, "__func__", original), "__code__", None))
+        names.append(getattr(getattr(original, "__func__", original), "__code__", None))
         original = getattr(original, "__wrapped__", None)
-    return [code for code in codes if code is not None]
+    return [name for name in (*names, module) if name is not None]
 
 
 def receipts_of(compiled: Any) -> Receipts:
@@ -161,8 +167,8 @@ def receipts_of(compiled: Any) -> Receipts:
     """
     # torch compiles what is called first: a decorator of a forward, where there is one.
     parts = settings.compiled_parts(compiled) or [compiled]
-    codes = (next((c for c in reversed(_codes_of(p)) if c in _kept), None) for p in parts)
-    found = [receipts for code in dict.fromkeys(codes) if code for receipts in _kept[code]]
+    names = (next((n for n in reversed(_names_of(p)) if n in _kept), None) for p in parts)
+    found = [kept for name in dict.fromkeys(names) if name is not None for kept in _kept[name]]
     made = Receipts(each for receipts in found for each in receipts)
     made.of_graphs = bool(found)
     return made

@@ -173,12 +173,12 @@ def _host_forward(
     with exchange(group, nbytes, op, x.device, channel="host gather", told=call.told) as ex:
         shards.publish(ex, x, rows)
         if keep or scaling is not None or not shards.rows_in_place(x, weights, rows):
-            gathered = shards.gather_shards(ex, x, rows)
+            gathered = shards.gather_shards(ex, x, rows, private=keep)
             if scaling is not None:
                 zs = scaled_products(gathered, weights, biases, scaling)
             else:
                 zs = [mm(gathered, *pair) for pair in zip(weights, biases, strict=True)]
-            gathered = gathered.clone() if keep else None
+            gathered = gathered if keep else None
         else:
             zs = [x.new_empty(sum(rows), w.shape[1]) for w in weights]
             for start, chunk in shards.shards(ex, x, rows):

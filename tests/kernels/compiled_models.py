@@ -369,7 +369,8 @@ def runner(kind: str, backend: Any) -> tuple[Callable[[], Any], Any]:
     if kind[0].isdigit():
         styled, rows = mlp(kind)
         compiled = torch.compile(styled, backend=backend)
-        return lambda: compiled(rows).sum().backward(), compiled
+        leaves = [rows, *styled.parameters()]
+        return lambda: differentiated(compiled(rows).sum(), leaves), compiled
     if kind == "served":
         layer = ServedLayer(size, parts).bfloat16().requires_grad_(False)
         served = torch.compile(layer, backend=backend, fullgraph=True)
@@ -380,12 +381,20 @@ def runner(kind: str, backend: Any) -> tuple[Callable[[], Any], Any]:
         given = routed(size.batch * size.length // parts, None, size.width, 8)
         x, ids, scores = (each.requires_grad_(each.is_floating_point()) for each in given)
         call = torch.compile(experts, backend=backend, fullgraph=True)
-        return lambda: call(x, ids, scores).float().square().sum().backward(), call
+        leaves = [x, scores, *experts.parameters()]
+        return lambda: differentiated(call(x, ids, scores).float().square().sum(), leaves), call
     model, run = made(kind, size, backend)
     parameters = list(model.parameters())
     tokens = torch.randint(size.vocabulary, (size.batch, size.length))
     told = model.layers["0"] if kind == "FSDP2 x TP" else run  # type: ignore[index]
     return lambda: step(run, parameters, tokens, False), told
+
+
+def differentiated(loss: torch.Tensor, leaves: list[torch.Tensor]) -> None:
+    """Gradients as a step of training finds them: none is there to be added to."""
+    loss.backward()
+    for each in leaves:
+        each.grad = None
 
 
 def seconds_of(run: Callable[[], Any]) -> float:

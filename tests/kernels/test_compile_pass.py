@@ -34,7 +34,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 import weft
-from weft.kernels.graphs.backend import CompilePass, MissedFusionError
+from weft.kernels.graphs.backend import CompilePass, MissedFusionError, _being_compiled
 from weft.kernels.graphs.receipts import (
     Receipt,
     Receipts,
@@ -727,3 +727,19 @@ def test_what_has_not_been_compiled_is_told_so() -> None:
     told = Receipts([Receipt("all_reduce", ("2",), "", "no matmul makes what it adds up")])
     keep_receipts(Part.forward.__code__, told)
     assert str(weft.explain(model)) == str(told)
+
+
+def test_receipts_of_modules_of_torchs_own_are_told_apart() -> None:
+    """Torch compiles one function for all of them, as it does not look into their forward."""
+
+    def backend(model: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        size = (str(inputs[0].shape[-1]),)
+        keep_receipts(_being_compiled(), Receipts([Receipt("all_reduce", size, "", "alone")]))
+        return model.forward
+
+    small, large = (torch.compile(nn.Sequential(nn.Linear(n, n)), backend=backend) for n in (2, 3))
+    for n, each in ((2, small), (3, large)):
+        each(torch.ones(1, n))
+    for n, each in ((2, small), (3, large)):
+        told = weft.explain(each).receipts
+        assert [receipt.shape for receipt in told] == [(str(n),)], told
