@@ -210,8 +210,12 @@ def _name_for(group: Group, device: torch.device) -> str:
         group.hosts,
         group.nodes,
         sorted(Machine.__dataclass_fields__),
+        _METHOD,
     )
     return f"machine-{conditions}.json"
+
+
+_METHOD = 2  # by which rates are measured: those of another one are not read
 
 
 def _cpu_name() -> str:
@@ -467,7 +471,9 @@ class _Network:
         """
         sent, less = sizes
         less_us = self.timed(partial(call, less), 2) if less else start_us
-        return (sent - less) / max(self.timed(partial(call, sent), 2) - less_us, 1.0)
+        us, more = self.timed(partial(call, sent), 2), sent - less
+        # Whatever the noise of the fewer, no more than twice what all of them were sent at.
+        return more / max(us - less_us, us * more / sent / 2, 1.0)
 
     def with_hosts(self, rates: Machine) -> Machine:
         """With what crosses from each host to each."""

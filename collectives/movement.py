@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from weft import settings
 from weft.collectives import hosts, process_groups
+from weft.collectives.device.launches import tell_written
 from weft.collectives.memory import direct
 from weft.collectives.memory.exchange import Exchange, agree, exchange
 from weft.collectives.memory.workspace import Workspace, workspace
@@ -477,8 +478,7 @@ def _moved(
     if given is None:
         return out
     if given is out:
-        # Bytes moved by address: autograd must see that a tensor which it has saved is no more.
-        torch.autograd.graph.increment_version(out)
+        tell_written(out)
         return out
     return given.copy_(out)
 

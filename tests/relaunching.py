@@ -364,6 +364,17 @@ def straight_cases() -> Iterator[tuple[str, str]]:
         anew = launched(lambda: made_of.append(gradients()))
         yield "what these return", "" if layout(made_of[0]) == layout(made_of[1]) else "differs"
         yield "what they are given", difference(again, anew, old)
+    with measure.prepared(CALLS["all_reduce"]), patch.object(Straight, "make", seen):
+        x, y, both = (torch.zeros(n << 12, dtype=torch.bfloat16) for n in (1, 1, 2))
+        into = partial(weft.collectives.all_reduce, x, out=y)
+        yield "into a tensor", way(into, "straight straight", 4)
+        before, told = y._version, way(into, "straight")
+        yield "which autograd sees", told or f"{y._version - before:+}"[2:].removeprefix("1")
+        overlapping = partial(weft.collectives.all_reduce, both[: 1 << 12], out=both[64 : 64 + (1 << 12)])
+        yield "in memory that overlaps", way(overlapping)
+        with torch.inference_mode():
+            x, y = x.clone(), y.clone()
+            yield "of inference", way(partial(weft.collectives.all_reduce, x, out=y), "straight", 3)
 
 
 FIRST = (

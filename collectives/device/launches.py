@@ -235,6 +235,11 @@ def suit_kept_launches(operands: Sequence[torch.Tensor]) -> bool:
     return not (bits % _ALIGNED or 0 in places or len(set(places)) != len(places))
 
 
+def tell_written(*tensors: torch.Tensor) -> None:
+    """Have autograd see that bytes of these were written by address: what it saved is no more."""
+    torch.autograd.graph.increment_version([x for x in tensors if not x.is_inference()])
+
+
 class Repeated:
     """The calls of one workspace, which can be made again.
 

@@ -106,17 +106,19 @@ def collective_config(
     signalled = CollectiveConfig(block, programs, 4 if interpreted else 8, two_shot, nvidia)
     # A program holds a block for all ranks at once: few enough registers for 8.
     if words_on and on_gpus and 1 < world_size <= 8 and 0 < nbytes <= _MOST_WORDS_BYTES:
-        return _quicker_config(nbytes, words_on, signalled)
+        return _quicker_config(nbytes, words_on, signalled, within_budget(_PROGRAMS))
     return signalled
 
 
 @lru_cache(maxsize=4096)
-def _quicker_config(nbytes: int, fabric: Fabric, signalled: CollectiveConfig) -> CollectiveConfig:
+def _quicker_config(
+    nbytes: int, fabric: Fabric, signalled: CollectiveConfig, most: int
+) -> CollectiveConfig:
     W, configs = fabric.ranks, [signalled]
     if W == 2 or nbytes <= _WORDS_ONE_SHOT_BYTES:
-        configs.append(words_config(nbytes, W, two_shot=False))
+        configs.append(words_config(nbytes, W, False, most))
     if W > 2:
-        configs.append(words_config(nbytes, W, two_shot=True))
+        configs.append(words_config(nbytes, W, True, most))
 
     def us(c: CollectiveConfig) -> float:
         return kernel_us("all_reduce", nbytes, fabric, two_shot=c.two_shot, by_words=c.by_words)
@@ -124,10 +126,12 @@ def _quicker_config(nbytes: int, fabric: Fabric, signalled: CollectiveConfig) ->
     return min(configs, key=us)
 
 
-def words_config(nbytes: int, world_size: int, two_shot: bool) -> CollectiveConfig:
-    """The launch of an all_reduce on GPUs whose words carry their flags."""
+def words_config(
+    nbytes: int, world_size: int, two_shot: bool, most: int = _PROGRAMS
+) -> CollectiveConfig:
+    """The launch of an all_reduce on GPUs whose words carry their flags, of `most` programs."""
     blocks = -(-nbytes // _WORDS_BLOCK_BYTES)
-    programs = within_budget(min(_PROGRAMS, -(-blocks // world_size) if two_shot else blocks))
+    programs = min(most, -(-blocks // world_size) if two_shot else blocks)
     return CollectiveConfig(_WORDS_BLOCK_BYTES, programs, 4, two_shot, True, by_words=True)
 
 

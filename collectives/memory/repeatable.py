@@ -35,7 +35,7 @@ from torch.autograd import forward_ad
 
 from weft import settings
 from weft.collectives.device import launches
-from weft.collectives.device.launches import KeptCall, OnlyLooks, under_way
+from weft.collectives.device.launches import KeptCall, OnlyLooks, tell_written, under_way
 from weft.collectives.memory.exchange import agree
 from weft.collectives.memory.workspace import OneCall, Workspace
 from weft.collectives.ranks.caches import KeptDict
@@ -112,12 +112,14 @@ class Straight:
         parts: the calls on workspaces that it is, in order.
         allocated: for the launches: shape, strides and dtype.
         results: made of arguments, what is allocated, and results of the launches, in this order.
+        written: which arguments the launches write to.
     """
 
     agreed: tuple[tuple[tuple[str, int, Any], list[int]], ...]
     parts: list[_Part]
     allocated: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
     results: Callable[[Sequence[Any]], Any]
+    written: list[int]
 
     def make(self, group: Group, given: list[torch.Tensor]) -> Any:
         """The results; _OTHERWISE if the function itself must make the call, _OUTGROWN if it is to
@@ -154,6 +156,8 @@ class Straight:
             else:
                 with OneCall(ws, *begun[1:]):
                     tensors += launched.make(operands)
+        if self.written:
+            tell_written(*[tensors[number] for number in self.written])
         return self.results(tensors)
 
 
@@ -178,11 +182,17 @@ class _Watched(OnlyLooks):
         return made
 
     def straight(
-        self, given: list[torch.Tensor], unread: list[int], results: Any, calls: int
+        self,
+        given: list[torch.Tensor],
+        unread: list[int],
+        results: Any,
+        calls: int,
+        written: list[int],
     ) -> Straight | None:
         """How to make the call again, of these arguments; None if it did anything else.
 
         Args:
+            written: which of them it has written to.
             unread: which of `given` launches may do without.
             calls: that were noted meanwhile; 0 where none are.
         """
@@ -221,7 +231,7 @@ class _Watched(OnlyLooks):
         if not {*range(len(given))} <= {*used, *unread}:
             return None  # the host reads what no launch is given
         build = _rebuilt(results, tensors)
-        return build and Straight((*self.agreed,), parts, allocated, build)
+        return build and Straight((*self.agreed,), parts, allocated, build, written)
 
 
 def _beginning(x: torch.Tensor) -> int:
@@ -343,6 +353,11 @@ def repeatable(op: Callable[_P, _R]) -> Callable[_P, _R]:
             return op(*args, **kwargs)
         if named and not _taken_apart((*named.values(),), parts, given):
             return op(*args, **kwargs)
+        out: Any = kwargs.get("out")
+        if out is not None and any(
+            x is not out and _beginning(x) == _beginning(out) for x in given
+        ):
+            return op(*args, **kwargs)  # where they overlap, one may have to be copied
         apart = tuple if routing is None else routing.taken_apart
         made: _R = _as_before((*parts,), group, given, lambda: op(*args, **kwargs), apart)
         return made
@@ -422,7 +437,7 @@ def _as_before(
         if given:
             straight[key] = [_Known(_guards(given), 1), *layouts[: _LAYOUTS - 1]]
         return results
-    watched, before = _Watched(), group.calls.position
+    watched, before, versions = _Watched(), group.calls.position, list(map(_version, given))
     under_way.watched = watched
     try:
         with watched:
@@ -431,9 +446,14 @@ def _as_before(
         under_way.watched = None
     parts = apart()
     unread = [i for i, x in enumerate(given) if any(x is part for part in parts)]
-    found = watched.straight(given, unread, results, group.calls.position - before)
+    written = [i for i, x in enumerate(given) if _version(x) != versions[i]]
+    found = watched.straight(given, unread, results, group.calls.position - before, written)
     known.how = found or (how + 1 if how < _TRIES else None)
     return results
+
+
+def _version(x: torch.Tensor) -> int:
+    return 0 if x.is_inference() else x._version
 
 
 def _guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:

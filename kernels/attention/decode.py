@@ -31,7 +31,7 @@ import torch
 
 from weft import settings
 from weft.collectives import Group, all_gather, resolve, workspace
-from weft.collectives.device.launches import layouts_of
+from weft.collectives.device.launches import layouts_of, tell_written
 from weft.collectives.memory.checks import check_call
 from weft.collectives.memory.repeatable import repeatable
 from weft.collectives.profiled import profiled
@@ -316,6 +316,7 @@ def append_to_cache(
     # It has no use for the memory, but for what is kept there.
     ws = workspace(alone(), channel=decode_kernel.CHANNEL, device=k.device)
     ws.repeat(("append_to_cache", key), (k, v, *given[2:]), launched)
+    tell_written(k_cache, v_cache)
 
 
 _appends = Plans[tuple[int, int, int]](f"{__name__}._appends")

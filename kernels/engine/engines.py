@@ -160,7 +160,7 @@ def refuse_second_order(op: str) -> None:
 
 
 # Predicting takes 25 us, longer than a small call, so it is done once for each shape.
-_choices = KeptDict[tuple[Problem, Group, torch.device, bool], tuple[RunnableEngine, str]](
+_choices = KeptDict[tuple[Problem, Group, torch.device, bool, int], tuple[RunnableEngine, str]](
     4096, f"{__name__}._choices"
 )
 kept_by_group.append(_choices)
@@ -170,7 +170,7 @@ cost.kept_by_rates.append(_choices)
 def _remembered(problem: Problem, group: Group, device: torch.device) -> tuple[RunnableEngine, str]:
     if group.virtual is not None:  # its rates may differ in the next run
         return _cheapest(problem, group, device)
-    key = problem, group, device, settings.multimem()
+    key = problem, group, device, settings.multimem(), settings.sms()
     choice = _choices.get(key)
     if choice is None:
         choice = _choices[key] = _cheapest(problem, group, device)

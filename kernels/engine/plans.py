@@ -36,6 +36,7 @@ class Plans(Generic[_Plan]):
         Raises:
             PeerTimeout, MismatchError: a call of this process has failed on a GPU.
         """
+        key = settings.sms(), *key
         plan = None if settings.tracing() else self._kept.get(key)
         if plan is not None:
             check_all()  # as `choose` does
