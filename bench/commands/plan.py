@@ -118,6 +118,8 @@ def _model_and_sample(args: argparse.Namespace) -> tuple[nn.Module, Any]:
             raise ValueError(
                 f"--model must be {', '.join(MODELS)} or FILE.py:function, got {args.model!r}"
             )
+        if args.layers:
+            raise ValueError("--layers is for llama and mixtral: a FILE makes its own model")
         return _model_in_file(Path(file), name)
     batch = args.batch or torch.Size(args.mesh).numel()
     with torch.device("meta"):
@@ -134,8 +136,10 @@ def _model_in_file(path: Path, name: str) -> tuple[nn.Module, Any]:
     if not hasattr(module, name):
         raise ValueError(f"--model {path}:{name}: the file has no {name}")
     with torch.device("meta"):
-        model, sample = getattr(module, name)()
-    return model, sample
+        made = getattr(module, name)()
+    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
+        raise ValueError(f"--model {path}:{name}: must return (model, arguments), got {type(made)}")
+    return made
 
 
 def llama(layers: int | None, tokens: int) -> nn.Module:

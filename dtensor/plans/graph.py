@@ -136,9 +136,9 @@ def recorded(model: nn.Module, sample: Sequence[Any]) -> Graph:
         program = torch.export.export(ghost, inputs, strict=False)
     except (torch._dynamo.exc.TorchRuntimeError, RuntimeError) as error:
         raise NotImplementedError(
-            f"plan: torch.export cannot record {type(model).__name__}, as shapes or branches "
-            f"depend on values: {str(error).splitlines()[0]}. Give it a forward whose ops are the "
-            f"same for all values (experts on all tokens, masked) to plan with"
+            f"plan: torch.export cannot record {type(model).__name__} on these arguments: "
+            f"{str(error).splitlines()[0]}. Where shapes or branches depend on values, give it a "
+            f"forward whose ops are the same for all (experts on all tokens, masked) to plan with"
         ) from error
     finally:
         for hook in hooks:

@@ -49,16 +49,22 @@ def is_call(node: Any, *targets: Any) -> bool:
 def is_reshape(node: Any) -> bool:
     """Whether it is a reshape that keeps the order of elements."""
     if is_call(node, aten.permute.default):  # of dims of size 1, as torch.einsum makes them
-        moved = [dim for dim in node.args[1] if shape(node.args[0])[dim] != 1]
+        moved = [dim for dim in _moved_dims(node) if shape(node.args[0])[dim] != 1]
         return moved == sorted(moved)
     if is_call(node, aten.slice.Tensor):  # of all that there is, by symbols
         return str(shape(node)) == str(shape(node.args[0]))
     return is_call(node, *_RESHAPES)
 
 
+def _moved_dims(permuted: Node) -> list[int]:
+    """Of a permute, counted from the front."""
+    dims: Any = permuted.args[1]
+    return [dim % len(dims) for dim in dims]
+
+
 def is_transposed(node: Any) -> bool:
     """Whether it is the transpose of a matrix."""
-    swapped = is_call(node, aten.permute.default) and [*node.args[1]] == [1, 0]
+    swapped = is_call(node, aten.permute.default) and _moved_dims(node) == [1, 0]
     return swapped or is_call(node, aten.t.default)
 
 
@@ -72,6 +78,11 @@ def is_cast(node: Any) -> bool:
 def keeps_columns(reshaped: Node, whole: Node) -> bool:
     """Whether the last dim is the same."""
     return str(shape(reshaped)[-1:]) == str(shape(whole)[-1:])
+
+
+def is_row(bias: Any, product: Node) -> bool:
+    """Whether what `product` adds has a number for each of its columns."""
+    return isinstance(bias, Node) and [*map(str, shape(bias))] == [str(shape(product)[-1])]
 
 
 def shape(node: Node) -> Sequence[Any]:

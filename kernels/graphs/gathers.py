@@ -25,6 +25,7 @@ from weft.kernels.graphs.chains import (
     grown_from,
     is_call,
     is_reshape,
+    is_row,
     is_transposed,
     keeps_columns,
     next_collective,
@@ -229,8 +230,7 @@ def _takes(product: Node, rows: Node, gather: Node) -> bool:
         return product.args[0] is rows and shape(rows)[0] == 1
     if not _is_addmm(product) or product.args[1] is not rows or product.kwargs:
         return False
-    bias = product.args[0]
-    return isinstance(bias, Node) and len(shape(bias)) == 1
+    return is_row(product.args[0], product)
 
 
 def _takes_more(product: Node, rows: list[Node]) -> bool:

@@ -45,7 +45,7 @@ def merge_sums(graph: Graph) -> dict[Node, list[str]]:
         total = _total_of(arrived)
         addends = _addends(total, total)
         merged = [each for each in addends if _is_like(each, node)]
-        if len(merged) < 2 or not _is_close(node, total, merged):
+        if len(set(merged)) < max(2, len(merged)) or not _is_close(node, total, merged):
             continue
         collectives = [each.all_input_nodes[0] for each in merged]
         made = _merged_sum(Builder(graph, total), collectives)

@@ -31,6 +31,7 @@ from weft.kernels.graphs.chains import (
     is_call,
     is_cast,
     is_reshape,
+    is_row,
     keeps_columns,
     scattered_along,
     shape,
@@ -148,7 +149,7 @@ def _op_on_product(
     x, w, bias = _multiplied(at, collective, product)
     sent, dtype = whole.meta["val"].dtype, product.meta["val"].dtype
     wire = sent if sent.itemsize < dtype.itemsize else None
-    if dtype == x.meta["val"].dtype and partials_cost(x.meta["val"]):
+    if sent == dtype == x.meta["val"].dtype and partials_cost(x.meta["val"]):
         wire = dtype  # as the model rounds: products that are not rounded take 2 or 3 times as long
     scales = {}
     if is_call(product, aten._scaled_mm.default):
@@ -203,8 +204,7 @@ def _adds_share(product: Node, collective: Node) -> bool:
 
 def _adds_row(product: Node) -> bool:
     """Whether it adds no more than a bias of its columns."""
-    bias = product.args[0]
-    return isinstance(bias, Node) and len(shape(bias)) == 1 and not product.kwargs
+    return is_row(product.args[0], product) and not product.kwargs
 
 
 def _several(at: Builder, collective: Node, products: list[Node], whole: Node, dim: int) -> Node:
@@ -266,6 +266,7 @@ def terms_of(collective: Node, whole: Node) -> tuple[list[Node], str]:
     if not terms:
         return [], _NO_PRODUCT
     dtypes = {term.meta["val"].dtype for term in terms}
+    dtype: torch.dtype = terms[0].meta["val"].dtype
     sent = whole.meta["val"].dtype
     scaled = [term for term in terms if is_call(term, aten._scaled_mm.default)]
     if op not in ("sum", "avg"):
@@ -278,7 +279,7 @@ def terms_of(collective: Node, whole: Node) -> tuple[list[Node], str]:
         refusals.insert(0, "each rank adds what no matmul makes")
     elif not all(keeps_columns(term, whole) for term in terms) or len(shape(whole)) < 2:
         refusals.append("features and tokens are mixed in between")
-    elif len(dtypes) > 1 or not (dtype := dtypes.pop()).is_floating_point:
+    elif len(dtypes) > 1 or not dtype.is_floating_point:
         refusals.append(f"matmuls of {' and '.join(map(str, sorted(dtypes, key=str)))}")
     elif sent.itemsize < dtype.itemsize and (len(terms) > 1 or dtype != torch.float32):
         refusals.append(f"{dtype} is cast to {sent} before it is sent")

@@ -147,3 +147,15 @@ def differing_body() -> None:
 
 def test_calls_that_differ(ranks: Any) -> None:
     ranks(3, differing_body)
+
+
+def test_rates_of_a_network_are_bounded() -> None:
+    """Buffers take the first bytes at once; noise may have the fewer take longer than all."""
+
+    def rate(us: dict[int, float]) -> float:
+        took = iter(us.values())
+        network = cost._Network(None, None, torch.empty(0), lambda *_: next(took))  # type: ignore[arg-type]
+        return network.rate(lambda _: None, (max(us), min(us)), 100.0)
+
+    assert rate({1 << 10: 500.0, 4 << 10: 3572.0}) == 1.0  # bytes/us
+    assert rate({1 << 20: 900.0, 4 << 20: 890.0}) == 2 * (4 << 20) / 890

@@ -452,6 +452,57 @@ def chains() -> list[Any]:
     return [*found, *(rewritten(call, x) for call in more)]
 
 
+def corners() -> list[Any]:
+    """Matrices are square, so that what is turned by mistake has the right shape."""
+    x, w, one = torch.randn(H // 2, H), torch.randn(H, H), torch.randn(1)
+    half = torch.bfloat16
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        y = gather(x, 0).permute(-1, 0) @ w
+        y = all_reduce(y.permute(-1, 0) @ w, "sum", world())
+        result: torch.Tensor = all_reduce((y @ w).permute(-1, 0), "sum", world())
+        return result
+
+    def one_number(x: torch.Tensor) -> torch.Tensor:
+        y = functional.linear(gather(x, 0), w, one)
+        result: torch.Tensor = all_reduce(functional.linear(y, w, one), "sum", world())
+        return result
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        y = all_reduce(x @ w, "sum", world())
+        return y + y
+
+    def complex_numbers(x: torch.Tensor) -> torch.Tensor:
+        y = x.to(torch.complex64) @ w.to(torch.complex64)
+        return torch.view_as_real(all_reduce(y, "sum", world()))
+
+    def cast_up(x: torch.Tensor) -> torch.Tensor:
+        y = (x.to(half) @ w.to(half)).float()
+        result: torch.Tensor = all_reduce(y, "sum", world())
+        return result
+
+    torch._dynamo.reset()
+    summed = torch.compile(cast_up, backend=by_pass(False, []))(x)
+    exact = all_reduce(x.to(half).double() @ w.to(half).double(), "sum", world())
+    near = bool((summed - exact).abs().mean() <= (cast_up(x) - exact).abs().mean())
+    return [
+        near,
+        *(rewritten(c, x, atol=1e-3) for c in (turned, one_number, twice, complex_numbers)),
+    ]
+
+
+def test_dims_from_behind_biases_of_one_number_and_sums_used_twice(ranks: Any) -> None:
+    for near, turned, one_number, twice, complex_numbers in ranks(2, corners):
+        assert near
+        assert [fused for fused, _ in turned] == ["all_gather_matmul_backward", REDUCE[1], ""]
+        assert one_number == [
+            ("", "no matmul takes it as its rows"),
+            ("", "each rank adds a matrix of its own"),
+        ]
+        assert twice == [REDUCE[1:]]
+        assert complex_numbers == [("", "matmuls of torch.complex64")]
+
+
 def test_casts_batches_of_one_and_sums_of_matmuls(ranks: Any) -> None:
     both = [("all_gather_matmul", "1 matmul"), ("matmul_reduce_scatter", "a matmul")]
     for found in ranks(2, chains):

@@ -358,3 +358,15 @@ def test_errors() -> None:
         weft.append_to_cache(new, new, k, k, torch.tensor([3, 17]))
     with pytest.raises(NotImplementedError, match="no gradient"):
         weft.append_to_cache(new.clone().requires_grad_(), new, k, k, lengths)
+
+
+@pytest.mark.parametrize("engine", ["host", "triton"])
+def test_autograd_sees_what_is_appended(engine: str) -> None:
+    lengths = torch.tensor([2], dtype=torch.int32)
+    new, cache = torch.ones(1, 1, 1, 16), torch.zeros(2, 1, 1, 4, 16)
+    q = torch.ones(1, 1, 1, 16, requires_grad=True)
+    saved = (q * cache[0]).sum()
+    with weft.engine(engine):  # type: ignore[arg-type]
+        weft.append_to_cache(new, new, *cache.unbind(), lengths, shard=None)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.backward()

@@ -14,8 +14,10 @@ import torch
 from weft import settings
 from weft.collectives.kernels.collective_launch import collective_config
 from weft.collectives.memory import symmetric
+from weft.collectives.protocols import Fabric
 from weft.errors import MismatchError
 from weft.kernels.engine import chips
+from weft.kernels.engine.plans import Plans
 
 # What interpreted kernels are launched with is not what a GPU gets.
 _GRIDS = """
@@ -68,6 +70,17 @@ def test_a_chip_has_what_is_left_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("WEFT_SMS", wrong)
         with pytest.raises(ValueError, match="WEFT_SMS must be a whole number of SMs, 8 or more"):
             settings.sms()
+
+
+def test_what_is_kept_goes_by_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans, which have what a workspace must hold, and launches of words that carry flags."""
+    links, plans = Fabric(2, 450e3, 450e3, 100e3), Plans[int](f"{__name__}.plans")
+    found = []
+    for sms in ("", "8", "16", "8"):
+        monkeypatch.setenv("WEFT_SMS", sms)
+        config = collective_config("all_reduce", 16 << 10, 2, True, words_on=links)
+        found.append((config.by_words, config.programs, plans.of((), settings.sms)))
+    assert found == [(True, 16, 0), (True, 8, 8), (True, 16, 16), (True, 8, 8)]
 
 
 def test_ranks_with_different_budgets_are_told_so() -> None:
