@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # Two moments of fp32; a step reads and writes them, and the parameter, and reads the gradient.
 _MOMENTS = 8
+# Where no kernel does all of that, as on CPUs, torch calls an op for each part of the formula.
+_LOOPED = 3
 
 
 class Value(NamedTuple):
@@ -108,7 +110,8 @@ class Bill:
                 self.data_us += 2 * count * size * self.of.rate("all_gather", data)
             return
         self.nbytes += held * (2 * size + _MOMENTS)
-        self.memory(held * (3 * size + 2 * _MOMENTS))
+        passes = 1 if self.of.prices.overlaps else _LOOPED
+        self.memory(held * (3 * size + 2 * _MOMENTS) * passes)
         if summed:
             here = DataParallel(self.of.ranks)
             self.us += count * size * self.of.rate("all_reduce", here)

@@ -34,6 +34,14 @@ class ChipPrices:
     def overlaps(self) -> bool:
         return True
 
+    @property
+    def op_us(self) -> float:
+        return 0.0
+
+    @property
+    def meet_us(self) -> float:
+        return 0.0
+
     def matmul_us(self, M: int, N: int, K: int, dtype: torch.dtype) -> float:
         return library.matmul_us(self.hardware, M, N, K, fused_times.dtype_name(dtype))
 
@@ -67,6 +75,9 @@ class ChipPrices:
         on_a_host = max(self.hardware.ranks // stride, 1)
         fabric = self.hardware.fabric(ranks, max(ranks // on_a_host, 1))
         return protocols.nccl_us(op, nbytes, fabric)
+
+    def group_us(self, op: Collective, nbytes: float, ranks: int, stride: int = 1) -> float:
+        return self.collective_us(op, nbytes, ranks, stride)
 
     def fused_us(
         self, op: FusedOp, M: int, N: int, K: int, dtype: torch.dtype, ranks: int

@@ -41,6 +41,7 @@ _KEEPS_NOTHING = {
 }  # fmt: skip
 _KEEPS_RESULT = {"softmax", "_softmax", "log_softmax", "exp", "sigmoid", "tanh", "relu", "rsqrt"}
 _PRODUCTS = {"matmul", "mm", "bmm", "addmm", "baddbmm", "linear"}
+_NO_OPS = {"input", "param", "constant", "output"}
 _LARGE = 64 << 20  # bytes at which a collective's rate counts, not its latency
 
 
@@ -72,17 +73,27 @@ class NodeOptions:
         """us a byte, of large ones."""
         if group.ranks == 1:
             return 0.0
-        us = (self.prices.collective_us(op, n * _LARGE, group.ranks, group.stride) for n in (2, 1))
+        price = self.prices.group_us if group == self.data else self.prices.collective_us
+        us = (price(op, n * _LARGE, group.ranks, group.stride) for n in (2, 1))
         return (next(us) - next(us)) / _LARGE
 
     def of(self, node: ModelNode, values: Sequence[Value]) -> list[Option]:
         """What `node` may do with inputs placed like this (one a `Ref`; of a list its items)."""
         key = node.index, tuple(values)
         if key not in self._known:
-            found = list(self._find(node, values))
+            found = [self._dispatched(node, option) for option in self._find(node, values)]
             # One rank has nothing to cut: what replicates all comes first.
             self._known[key] = found[:1] if self.ranks == 1 else found
         return self._known[key]
+
+    def _dispatched(self, node: ModelNode, option: Option) -> Option:
+        """With what the host takes where tensors are DTensors: without a gradient, a third."""
+        prices = self.prices
+        if self.ranks == 1 or not (prices.op_us or prices.meet_us) or node.kind in _NO_OPS:
+            return option
+        meets = len(option.ops) - option.ops.count("|")
+        own = prices.op_us * (1 if node.needs_grad else 1 / 3)
+        return option._replace(us=option.us + own + meets * prices.meet_us)
 
     def _find(self, node: ModelNode, values: Sequence[Value]) -> Iterator[Option]:
         if node.kind == "linear":

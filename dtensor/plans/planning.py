@@ -198,7 +198,7 @@ class _LaidOut:
         data, prices = self.split.data, self.split.options.prices
         if data.ranks > 1:
             op: Collective = "all_gather" if data.sharded else "all_reduce"
-            starts = prices.collective_us(op, 1, data.ranks, data.stride)
+            starts = prices.group_us(op, 1, data.ranks, data.stride) + prices.meet_us
             data_us += starts * self.split.units * (3 if data.sharded else 1)
         if not prices.overlaps:
             return us + data_us

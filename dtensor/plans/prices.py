@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from torch.nn import functional
 
-from weft.collectives import cost, spanning_group
+from weft.collectives import all_gather, cost, spanning_group
 from weft.collectives.prices.hardware import named
 from weft.collectives.protocols import COLLECTIVE_OF, Collective, moved_bytes, wire_bytes
+from weft.collectives.ranks.group import Group, kept_by_group
 from weft.dtensor.plans.chip_prices import ChipPrices
+from weft.dtensor.tensor import DTensor
 from weft.kernels.engine import engines
 
 FusedOp = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
@@ -25,6 +31,9 @@ class Prices(Protocol):
         name: of the chip or the machine, for the table.
         overlaps: whether what is moved for parameters (gathers, gradients) runs beside the
             computation, as on a GPU, rather than after it, as by a CPU's cores.
+        op_us: what an op on DTensors, and its gradient, take longer than on plain tensors.
+        meet_us: what ranks that come from computing wait for each other in an op that moves
+            something. Both are 0 where the host runs ahead of a device.
     """
 
     @property
@@ -32,6 +41,12 @@ class Prices(Protocol):
 
     @property
     def overlaps(self) -> bool: ...
+
+    @property
+    def op_us(self) -> float: ...
+
+    @property
+    def meet_us(self) -> float: ...
 
     def matmul_us(self, M: int, N: int, K: int, dtype: torch.dtype) -> float:
         """A matmul by the library."""
@@ -52,6 +67,9 @@ class Prices(Protocol):
     def collective_us(self, op: Collective, nbytes: float, ranks: int, stride: int = 1) -> float:
         """A collective of ranks 0, stride, 2 stride, ..; `nbytes`: its whole array on a rank."""
 
+    def group_us(self, op: Collective, nbytes: float, ranks: int, stride: int = 1) -> float:
+        """The same by the process group, as FSDP and replicas call it."""
+
     def fused_us(
         self, op: FusedOp, M: int, N: int, K: int, dtype: torch.dtype, ranks: int
     ) -> float:
@@ -64,6 +82,8 @@ class MachinePrices:
 
     rates: cost.Machine
     device_type: str
+    op_us: float = 0.0
+    meet_us: float = 0.0
 
     @property
     def name(self) -> str:
@@ -95,12 +115,67 @@ class MachinePrices:
     def collective_us(self, op: Collective, nbytes: float, ranks: int, stride: int = 1) -> float:
         return engines.collective_us(wire_bytes(op, nbytes, ranks), self.rates)
 
+    def group_us(self, op: Collective, nbytes: float, ranks: int, stride: int = 1) -> float:
+        return self.rates.wire_time_us(wire_bytes(op, nbytes, ranks))
+
     def fused_us(
         self, op: FusedOp, M: int, N: int, K: int, dtype: torch.dtype, ranks: int
     ) -> float:
         matmul = self.matmul_us(M, N, K, dtype)
         moved = wire_bytes(COLLECTIVE_OF[op], moved_bytes(op, M, N, K, dtype.itemsize), ranks)
         return matmul + engines.exposed_us(moved, self.rates, matmul if self.overlaps else 0.0)
+
+
+# op_us and meet_us of CPU ranks, measured once in a process; of those that are not there.
+_host_us: dict[Group, tuple[float, float]] = {}
+kept_by_group.append(_host_us)
+_TYPICAL_HOST_US = 50.0, 100.0
+
+
+def host_us(mesh: DeviceMesh, group: Group) -> tuple[float, float]:
+    """op_us and meet_us of CPU ranks as they are now, the same on all. Collective once."""
+    if group.virtual is not None:
+        return _TYPICAL_HOST_US
+    if group not in _host_us:
+        measured = _measured_op_us(mesh), _measured_meet_us(group)
+        ops, meets = zip(*group.gather_objects(measured, "what the host takes"), strict=True)
+        _host_us[group] = min(ops), max(meets)
+    return _host_us[group]
+
+
+def _measured_meet_us(group: Group) -> float:
+    """In the middle, not the least: others' work on the machine is a part of it."""
+    a, part = torch.ones(384, 384), torch.ones(16)
+    waited = []
+    for _ in range(25):
+        a @ a
+        start = time.perf_counter()
+        all_gather(part, group)
+        waited.append(time.perf_counter() - start)
+    return statistics.median(waited) * 1e6
+
+
+def _measured_op_us(mesh: DeviceMesh) -> float:
+    """On this rank, without communication: the least of some rounds of ops as blocks have them."""
+    plain = torch.ones(2, 8, 8, requires_grad=True)
+    cut = DTensor.from_local(plain, mesh, [Shard(0)] * mesh.ndim, run_check=False)
+
+    def ops(x: Any) -> None:
+        y = x
+        for _ in range(8):
+            heads = y.unflatten(-1, (2, 4)).transpose(1, 2)
+            y = functional.silu(heads * heads).transpose(1, 2).flatten(2) + x
+        torch.autograd.grad(y, x, x.detach())
+
+    def least(x: Any) -> float:
+        taken = []
+        for _ in range(5):
+            start = time.perf_counter()
+            ops(x)
+            taken.append(time.perf_counter() - start)
+        return min(taken) * 1e6 / (8 * 7)
+
+    return max(least(cut) - least(plain), 0.0)
 
 
 def prices_of(hardware: Any, mesh: DeviceMesh) -> Prices:
@@ -117,10 +192,12 @@ def prices_of(hardware: Any, mesh: DeviceMesh) -> Prices:
     if isinstance(hardware, Prices):
         return hardware
     if hardware is None:
+        kind, on_cpu = mesh.device_type, mesh.device_type == "cpu"
         if not torch.distributed.is_initialized() or not has_groups(mesh):
-            return MachinePrices(cost.typical(mesh.device_type), mesh.device_type)
-        device = torch.device(mesh.device_type)
-        return MachinePrices(cost.machine(spanning_group(mesh), device), mesh.device_type)
+            return MachinePrices(cost.typical(kind), kind, *(_TYPICAL_HOST_US if on_cpu else ()))
+        group = spanning_group(mesh)
+        rates = cost.machine(group, torch.device(kind))
+        return MachinePrices(rates, kind, *(host_us(mesh, group) if on_cpu else ()))
     return ChipPrices(named(hardware))
 
 

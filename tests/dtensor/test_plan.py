@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import math
 import random
@@ -16,13 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from weft.collectives.cost import Machine
 from weft.dtensor import DeviceMesh, Plan, init_device_mesh, plan
 from weft.dtensor.debug import CommDebugMode
 from weft.dtensor.plans import planning
 from weft.dtensor.plans.bills import DataParallel, Option
 from weft.dtensor.plans.graph import Graph, recorded
 from weft.dtensor.plans.options import NodeOptions
-from weft.dtensor.plans.prices import prices_of
+from weft.dtensor.plans.prices import MachinePrices, prices_of
 from weft.dtensor.plans.propagation import pretended_mesh
 from weft.dtensor.plans.search import State, remaining, search_layouts, search_steps
 
@@ -107,6 +109,27 @@ def test_plans_by_hand_are_those_of_the_field() -> None:
         assert each.placements["blocks.0.ffn.w13.weight"].is_shard(0)
     assert megatron.placements["blocks.1"].is_shard(1)
     assert default.placements["blocks.1"].is_replicate()
+
+
+@pytest.mark.parametrize(
+    ("rates", "cut"),
+    [
+        ({}, True),
+        ({"op_us": 2000.0}, False),  # of ops on DTensors there are many
+        ({"meet_us": 5000.0}, False),  # and of ops in which ranks wait for each other
+        ({"op_us": 200.0, "wire": 0.1}, True),  # FSDP and replicas move by the process group
+    ],
+)
+def test_cpu_ranks_cut_layers_unless_the_host_takes_longer(
+    rates: dict[str, float], cut: bool
+) -> None:
+    machine = Machine({"torch.float32": 1e2}, copy=1e4, sync_us=10.0, wire=1e3, wire_us=200.0)
+    wire = {"wire": rates["wire"]} if "wire" in rates else {}
+    host = {name: us for name, us in rates.items() if name != "wire"}
+    prices = MachinePrices(dataclasses.replace(machine, **wire), "cpu", **host)
+    model = models.llama(2, torch.float32)
+    found = plan(model, pretended(2), TOKENS, hardware=prices)
+    assert (max(found.model_dims, default=1) > 1) == cut, str(found)
 
 
 @pytest.mark.sweep
