@@ -467,12 +467,12 @@ def test_rates_are_made_of_what_is_measured(virtual_ranks: Any) -> None:
 def test_auto_on_gpus_does_not_ask_for_what_ranks_may_differ_in(op: str) -> None:
     """Ranks have their own N in a gather, their own K in a sum; none of these, in the end."""
     seen = set()
-    for M in (1, 64, 512, 2048, 8192, 32768):
+    for M in (1, 64, 512, 2048, 8192):
         chosen = set()
         for own in (0, 1, 100, 4096, 1 << 20):
             sizes = (own, 16384) if op == "all_gather_matmul" else (16384, own)
             problem = engines.Problem(op, M, *sizes, torch.bfloat16, M * 16384)
-            regrets = engines.regrets(problem, H200, 2)
+            regrets = engines.regrets(problem, H200, 4)
             chosen.add(min(regrets, key=lambda engine: regrets[engine]))
         assert len(chosen) == 1
         seen |= chosen
