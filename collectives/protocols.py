@@ -86,7 +86,7 @@ KERNEL_US = 7.2
 HOST_US = 6.2
 KERNEL_SHARE = 0.56  # of a port, of loads and stores by all SMs. [fit]
 SECOND_SHOT_US = 1.5  # signals cross the links once more, of two shots. [fit]
-# What each crossing takes less where no store is waited for: both ways over a link.
+# What each of two barriers takes less where no store is waited for: both ways over a link.
 ACKNOWLEDGED_US = 1.4
 # Of multimem instructions. A rank's port carries the array once in a reduce-scatter or an
 # all-gather, and in an all-reduce once each way, in turn for each element. [fit]
@@ -161,7 +161,7 @@ def kernel_us(
     """
     if by_words:
         signalled = kernel_us(op, 2 * nbytes, fabric, two_shot=two_shot)
-        return signalled - ACKNOWLEDGED_US * (1 + two_shot)
+        return signalled - 2 * ACKNOWLEDGED_US
     if op == "all_reduce" and two_shot:
         return two_shot_us(nbytes, fabric, in_graph=True)
     piece = nbytes if op == "all_reduce" else nbytes / fabric.ranks

@@ -41,14 +41,14 @@ def is_fitted_on(row: PlayedProblem) -> bool:
     return row.hardware == "H100" and OPS[row.op].index(row.M) % 2 == 0
 
 
-def way_of(row: PlayedProblem) -> str:
+def moved_way(row: PlayedProblem) -> str:
     """In which its launch moves its data."""
     chip = known(named(row.hardware).chip)
     dtype = fused_times._torch("bfloat16")
     return fused_times.launched_way(row.op, chip, *row.sizes, dtype, row.ranks)
 
 
-def loss(rows: Sequence[PlayedProblem]) -> float:
+def forms_loss(rows: Sequence[PlayedProblem]) -> float:
     """Mean of |log error| ** 1.5: the median counts, and so do those far off."""
     return statistics.fmean(abs(math.log1p(error_of(row))) ** 1.5 for row in rows)
 
@@ -57,12 +57,12 @@ def main() -> None:
     """Run the command line."""
     rows = read_rows_of(KEPT)
     for way, cost in [*fused_times._WAYS.items()]:
-        mine = [row for row in rows if way_of(row) == way]
+        mine = [row for row in rows if moved_way(row) == way]
         fitted = [row for row in mine if is_fitted_on(row)]
         if not fitted:
             continue
         print(f"{way}: {len(fitted)} rows fitted on, {len(mine) - len(fitted)} held out")
-        best = loss(fitted)
+        best = forms_loss(fitted)
         for step in _STEPS:
             for _ in range(200):
                 before = best
@@ -71,7 +71,7 @@ def main() -> None:
                         value = getattr(cost, name) + by * (10 if name == "exchanges" else 1)
                         value = max(0.0, round(value, 2))
                         fused_times._WAYS[way] = replace(cost, **{name: value})
-                        if (now := loss(fitted)) < best - 1e-6:
+                        if (now := forms_loss(fitted)) < best - 1e-6:
                             best, cost = now, fused_times._WAYS[way]
                 fused_times._WAYS[way] = cost
                 if best == before:

@@ -68,8 +68,8 @@ _WAYS = {
     "copy engines": _Transport(0.12, 0.0, 0.98, 4.8),  # the first copies
     "chunks": _Transport(0.22, 0.0, 0.69, 7.0),  # a tile of each program, which take turns
     "one shot": _Transport(1.14, 0.0, 0.0, 2.0),
-    "two shots": _Transport(1.4, 0.1, 0.0, 3.2),  # all ranks played, 64 rows
-    "by the switch": _Transport(1.4, 0.1, 0.0, 3.2),  # as two shots: virtual time has no switch
+    "two shots": _Transport(1.11, 0.0, 0.0, 3.2),  # all ranks played
+    "by the switch": _Transport(1.11, 0.0, 0.0, 3.2),  # as two shots: virtual time has no switch
 }
 
 

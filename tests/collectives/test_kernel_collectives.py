@@ -308,7 +308,7 @@ def test_few_bytes_of_sums_take_words() -> None:
     assert not chosen(100 << 10, 2).two_shot
     assert not chosen(1 << 10, 1).by_words and not chosen(1 << 10, 9).by_words
     assert not chosen(1 << 10, words=False).by_words
-    assert [chosen(n << 10, 2, chip="h800").by_words for n in (8, 220)] == [True, False]
+    assert [chosen(n << 10, 2, chip="h800").by_words for n in (8, 384)] == [True, False]
     for W in range(2, 9):
         for n in range(1, 385):
             config = chosen(n << 10, W)

@@ -472,7 +472,7 @@ def test_auto_on_gpus_does_not_ask_for_what_ranks_may_differ_in(op: str) -> None
         for own in (0, 1, 100, 4096, 1 << 20):
             sizes = (own, 16384) if op == "all_gather_matmul" else (16384, own)
             problem = engines.Problem(op, M, *sizes, torch.bfloat16, M * 16384)
-            regrets = engines.regrets(problem, H200, 2)
+            regrets = engines.regrets(problem, H200, 4)
             chosen.add(min(regrets, key=lambda engine: regrets[engine]))
         assert len(chosen) == 1
         seen |= chosen
