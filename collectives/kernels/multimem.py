@@ -46,7 +46,8 @@ from weft.collectives.ranks.chunks import offsets
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCK_BYTES = 4 << 10
 _NUM_WARPS = 8
-_PROGRAMS = 24  # the switch does the work; more programs only compete
+# In virtual time (8 H100, all_reduce of 1 MiB): 8, 24, 48 programs take 53, 33, 32 us.
+_PROGRAMS = 24
 
 
 @triton.jit

@@ -20,6 +20,8 @@ from weft.kernels.flash.attention_tiles import empty_softmax, heads_of, normaliz
 if TYPE_CHECKING:
     from weft.kernels.attention.cache import Cache
 
+# In virtual time (8 H100, one sequence of 8 x 4096 keys, one key head): with at most 8, 16, 32, 64
+# parts 23.5, 23.6, 26.1, 32.4 us.
 _MOST_PARTS = 16
 # The most elements of a tile of rows, half as many in fp32: with 64 x 256, each lane of four warps
 # would hold 128.

@@ -63,7 +63,7 @@ def head_grad_config(
     config = ring_grad_kernel.ring_grad_config(heads, kv_heads, rows, D, dtype, world_size, chip)
     if chip is INTERPRETER:
         return config
-    # Nothing can begin before all is published.
+    # Nothing can begin before all is published; as many as of `AllGatherConfig`.
     config = replace(config, copy_programs=max(1, chip.cores // 8))
     # More is kept in registers here than in `ring_grad_kernel`, whose tiles spill 8 to 72 bytes.
     if D > 128:

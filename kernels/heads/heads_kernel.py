@@ -64,7 +64,7 @@ def head_config(
     if 64 < D <= 128 and chip.family == "sm_80":
         # 128 rows fit in `ring_kernel`, but spill 144 and 184 bytes here.
         config = replace(config, block_m=min(config.block_m, 64))
-    # Nothing can begin before queries and keys are published.
+    # Nothing can begin before queries and keys are published; as many as of `AllGatherConfig`.
     return replace(config, copy_programs=max(1, chip.cores // 8))
 
 

@@ -33,6 +33,7 @@ Place = tuple[int, int]
 # Region, kind, scope (of atomics), and the units of `UNIT` bytes in it, as bytes of an int64 array.
 Touch = tuple[Hashable, str, str, bytes]
 Op = tuple[Any, ...]
+_PROGRESS: Op = ("progress",)
 
 UNIT = 2  # bytes; neighbours that share one count as touched together
 HOST = -1
@@ -128,8 +129,9 @@ class Tape(Observer):
         if word is not None:
             self.plain(strand, "put", word, value)
             return
-        if strand.words:
-            self.plain(strand, "progress")
+        # Also if there is nothing to forget yet: in another schedule there may be.
+        if strand.track.ops[-1:] != [_PROGRESS]:
+            self.plain(strand, *_PROGRESS)
         if polled:
             self.unfit = "a store to many words, one of which is a signal"
 
@@ -175,7 +177,7 @@ class Tape(Observer):
 
     def program(self, host: Strand) -> None:
         self._sync(host, "place", self._place(host))
-        self.plain(host, "progress")
+        self.plain(host, *_PROGRESS)
 
     def start(self, host: Strand, keys: Sequence[Hashable], slots: Sequence[int]) -> None:
         self._sync(host, "start", tuple(keys), self._places_of(slots))
@@ -192,7 +194,7 @@ class Tape(Observer):
 
     def expect(self, strand: Strand, words: Sequence[Hashable], value: int) -> None:
         self.flush(strand)
-        self.plain(strand, "progress")
+        self.plain(strand, *_PROGRESS)
         strand.track.awaited, strand.track.arrived = value, dict.fromkeys(words)
 
     def atomic(self, strand: Strand, done: Atomic) -> None:

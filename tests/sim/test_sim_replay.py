@@ -12,7 +12,7 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 from needs import needs_interpreter
-from sim_cases import COLLECTIVES, HOST, KERNELS
+from sim_cases import COLLECTIVES, FLAGGED, HOST, KERNELS
 from sweeps import HEAD, rows_of, with_rows
 
 from weft import collectives, sim
@@ -58,6 +58,12 @@ def test_the_last_of_concurrent_programs_may_be_any() -> None:
 def test_systematic_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "_ALL_RANDOM", 10)  # half of more are systematic
     same_hand_overs(2, HOST["public collectives"], schedules=24)
+
+
+@needs_interpreter
+def test_words_with_flags_may_be_there_at_the_first_look_or_at_a_later_one() -> None:
+    case = FLAGGED["all-reduce by words, two shots"]
+    assert sim.run(2, case, schedules=4, replay=True).played == 2
 
 
 @needs_interpreter
