@@ -437,7 +437,7 @@ def _as_before(
         if given:
             straight[key] = [_Known(_guards(given), 1), *layouts[: _LAYOUTS - 1]]
         return results
-    watched, before, versions = _Watched(), group.calls.position, list(map(_changes, given))
+    watched, before, versions = _Watched(), group.calls.position, list(map(_version_of, given))
     under_way.watched = watched
     try:
         with watched:
@@ -446,13 +446,13 @@ def _as_before(
         under_way.watched = None
     parts = apart()
     unread = [i for i, x in enumerate(given) if any(x is part for part in parts)]
-    written = [i for i, x in enumerate(given) if _changes(x) != versions[i]]
+    written = [i for i, x in enumerate(given) if _version_of(x) != versions[i]]
     found = watched.straight(given, unread, results, group.calls.position - before, written)
     known.how = found or (how + 1 if how < _TRIES else None)
     return results
 
 
-def _changes(x: torch.Tensor) -> int:
+def _version_of(x: torch.Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
