@@ -127,10 +127,11 @@ def _quicker_config(
 
 
 def words_config(
-    nbytes: int, world_size: int, two_shot: bool, most: int = _PROGRAMS
+    nbytes: int, world_size: int, two_shot: bool, most: int | None = None
 ) -> CollectiveConfig:
     """The launch of an all_reduce on GPUs whose words carry their flags, of `most` programs."""
     blocks = -(-nbytes // _WORDS_BLOCK_BYTES)
+    most = within_budget(_PROGRAMS) if most is None else most
     programs = min(most, -(-blocks // world_size) if two_shot else blocks)
     return CollectiveConfig(_WORDS_BLOCK_BYTES, programs, 4, two_shot, True, by_words=True)
 
