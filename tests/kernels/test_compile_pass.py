@@ -484,7 +484,8 @@ def corners() -> list[Any]:
     torch._dynamo.reset()
     summed = torch.compile(cast_up, backend=by_pass(False, []))(x)
     exact = all_reduce(x.to(half).double() @ w.to(half).double(), "sum", world())
-    near = bool((summed - exact).abs().mean() <= (cast_up(x) - exact).abs().mean())
+    ours, models = ((y - exact).abs().mean() for y in (summed, cast_up(x)))
+    near = bool(ours <= 1.25 * models)  # rounded once, as a sum; of rounded terms it is 1.45
     return [
         near,
         *(rewritten(c, x, atol=1e-3) for c in (turned, one_number, twice, complex_numbers)),
