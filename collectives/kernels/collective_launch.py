@@ -106,33 +106,30 @@ def collective_config(
     signalled = CollectiveConfig(block, programs, 4 if interpreted else 8, two_shot, nvidia)
     # A program holds a block for all ranks at once: few enough registers for 8.
     if words_on and on_gpus and 1 < world_size <= 8 and 0 < nbytes <= _MOST_WORDS_BYTES:
-        return _quicker_config(nbytes, words_on, signalled, within_budget(_PROGRAMS))
+        two_shot, by_words = _quickest_shots(nbytes, words_on, two_shot)
+        return words_config(nbytes, world_size, two_shot) if by_words else signalled
     return signalled
 
 
 @lru_cache(maxsize=4096)
-def _quicker_config(
-    nbytes: int, fabric: Fabric, signalled: CollectiveConfig, most: int
-) -> CollectiveConfig:
-    W, configs = fabric.ranks, [signalled]
-    if W == 2 or nbytes <= _WORDS_ONE_SHOT_BYTES:
-        configs.append(words_config(nbytes, W, False, most))
-    if W > 2:
-        configs.append(words_config(nbytes, W, True, most))
+def _quickest_shots(nbytes: int, fabric: Fabric, signalled_two_shot: bool) -> tuple[bool, bool]:
+    """Whether an all_reduce is predicted to be the quickest in two shots, and by words."""
+    ways = [(signalled_two_shot, False)]
+    if fabric.ranks == 2 or nbytes <= _WORDS_ONE_SHOT_BYTES:
+        ways.append((False, True))
+    if fabric.ranks > 2:
+        ways.append((True, True))
 
-    def us(c: CollectiveConfig) -> float:
-        return kernel_us("all_reduce", nbytes, fabric, two_shot=c.two_shot, by_words=c.by_words)
+    def us(way: tuple[bool, bool]) -> float:
+        return kernel_us("all_reduce", nbytes, fabric, two_shot=way[0], by_words=way[1])
 
-    return min(configs, key=us)
+    return min(ways, key=us)
 
 
-def words_config(
-    nbytes: int, world_size: int, two_shot: bool, most: int | None = None
-) -> CollectiveConfig:
-    """The launch of an all_reduce on GPUs whose words carry their flags, of `most` programs."""
+def words_config(nbytes: int, world_size: int, two_shot: bool) -> CollectiveConfig:
+    """The launch of an all_reduce on GPUs whose words carry their flags."""
     blocks = -(-nbytes // _WORDS_BLOCK_BYTES)
-    most = within_budget(_PROGRAMS) if most is None else most
-    programs = min(most, -(-blocks // world_size) if two_shot else blocks)
+    programs = within_budget(min(_PROGRAMS, -(-blocks // world_size) if two_shot else blocks))
     return CollectiveConfig(_WORDS_BLOCK_BYTES, programs, 4, two_shot, True, by_words=True)
 
 
