@@ -253,10 +253,10 @@ def _compared_matmuls() -> dict[str, Any]:
         onednn = torch.backends.mkldnn.is_available()
         with unwatched():
             x = torch.ones(384, 384, device="cpu")
-            halves, fp32_us = x.bfloat16(), _timed(lambda: x @ x, 9)
+            halves, fp32_us = x.bfloat16(), least_us(lambda: x @ x, 9)
             measured = {
-                "onednn_gain": fp32_us / _timed(lambda: _onednn_square(x), 9) if onednn else 0.0,
-                "bfloat16_gain": fp32_us / _timed(lambda: halves @ halves, 9),
+                "onednn_gain": fp32_us / least_us(lambda: _onednn_square(x), 9) if onednn else 0.0,
+                "bfloat16_gain": fp32_us / least_us(lambda: halves @ halves, 9),
             }
         # Of ranks that measure at the same time, all use the results of one.
         kept_files.save(name, measured, first=True)
@@ -279,7 +279,7 @@ def _square(x: torch.Tensor) -> torch.Tensor:
     return _onednn_square(x) if fp32_on_cpu and onednn_is_quicker() else x @ x
 
 
-def _timed(
+def least_us(
     call: Callable[[], object], rounds: int, device: torch.device | None = None, calls: int = 1
 ) -> float:
     """Time of a call in us: the least of `rounds`, after one that is not counted.
@@ -329,12 +329,12 @@ def matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
     """Flop per us of a large matmul, now."""
     size = _MATMUL_SIZE[device.type]
     a = torch.ones(size, size, dtype=dtype, device=device)
-    return 2 * size**3 / _timed(partial(_square, a), 7, device)
+    return 2 * size**3 / least_us(partial(_square, a), 7, device)
 
 
 def _measure(group: Group, device: torch.device) -> Machine:
     def timed(call: Callable[[], object], rounds: int, calls: int = 1) -> float:
-        return _timed(call, rounds, device, calls)
+        return least_us(call, rounds, device, calls)
 
     if inside := _inside.pop((group, device.type), None):
         flops, copy, sync_us = inside

@@ -146,6 +146,11 @@ def two_shot_us(nbytes: float, fabric: Fabric, *, in_graph: bool) -> float:
     return _kernel_us(in_graph) + SECOND_SHOT_US + wire / rate
 
 
+def shots_in_words(two_shot: bool, by_words: bool) -> str:
+    """Of a kernel's all_reduce: "two shots by words"."""
+    return ("two shots" if two_shot else "one shot") + (" by words" if by_words else "")
+
+
 def kernel_us(
     op: Collective,
     nbytes: float,

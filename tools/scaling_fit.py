@@ -12,15 +12,15 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from pathlib import Path
 
-from tools.scaling_page import OPS, PlayedProblem, read_rows_of
+import torch
+
+from tools.scaling_page import KEPT, OPS, PlayedProblem, read_rows_of
 from weft.collectives.prices import library
 from weft.collectives.prices.hardware import Hardware, named
 from weft.kernels.engine import fused_times
 from weft.kernels.engine.chips import known
 
-KEPT = Path(__file__).resolve().parents[1] / "bench" / "results" / "scaling_page.json"
 _STEPS = (0.2, 0.05, 0.02, 0.01)
 
 
@@ -44,8 +44,7 @@ def is_fitted_on(row: PlayedProblem) -> bool:
 def moved_way(row: PlayedProblem) -> str:
     """In which its launch moves its data."""
     chip = known(named(row.hardware).chip)
-    dtype = fused_times._torch("bfloat16")
-    return fused_times.launched_way(row.op, chip, *row.sizes, dtype, row.ranks)
+    return fused_times.launched_way(row.op, chip, *row.sizes, torch.bfloat16, row.ranks)
 
 
 def forms_loss(rows: Sequence[PlayedProblem]) -> float:

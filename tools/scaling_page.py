@@ -38,6 +38,7 @@ OPS = {
     "matmul_all_reduce": (1, 16, 64, 256),
 }
 
+KEPT = Path(__file__).resolve().parents[1] / "bench" / "results" / "scaling_page.json"
 _RANKS = 8
 _LAYER_ROWS = 2048  # of the picture
 # What a program moves where no dots hide it, in GB/s, in the column of slower stores: measured of
@@ -177,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", help="M (default 128 .. 16384; all-reduce: 1 .. 256)")
     parser.add_argument("--ranks", type=int, default=_RANKS, metavar="W", help="(default 8)")
     parser.add_argument(
-        "--keep", type=Path, default=Path("bench/results/scaling_page.json"), metavar="FILE",
+        "--keep", type=Path, default=KEPT, metavar="FILE",
         help="where rows are kept (default bench/results/scaling_page.json)",
     )  # fmt: skip
     parser.add_argument(

@@ -216,18 +216,14 @@ def collective_choice(
     us = {"library, NCCL": protocols.nccl_us(op, nbytes, fabric)}
     for by_words in (False, True) if config.by_words else (False,):
         for two_shot in (False, True) if op == "all_reduce" and W > 2 else (False,):
-            name = _launch_name(two_shot, by_words)
+            name = protocols.shots_in_words(two_shot, by_words)
             us[name] = protocols.kernel_us(op, nbytes, fabric, two_shot=two_shot, by_words=by_words)
     if switch and fabric.multicast and op != "all_to_all":
         us["library, NVLS"] = protocols.switch_us(op, nbytes, fabric, in_graph=True)
-    kernel = _launch_name(config.two_shot, config.by_words)
+    kernel = protocols.shots_in_words(config.two_shot, config.by_words)
     way, _, _ = quickest_way(op, piece, fabric, config, switch=switch)
     names = {"triton": kernel, "switch": "library, NVLS", "generic": "library, NCCL"}
     return names[way], us
-
-
-def _launch_name(two_shot: bool, by_words: bool) -> str:
-    return ("two shots" if two_shot else "one shot") + (" by words" if by_words else "")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -59,8 +59,7 @@ def stated_collective(
             config = collective_config_on(row_hardware(row), op, round(nbytes), fabric.ranks)
             two_shot, by_words = config.two_shot, config.by_words
             us = protocols.kernel_us(op, nbytes, fabric, two_shot=two_shot, by_words=by_words)
-            how = ("two shots" if two_shot else "one shot") + " by words" * by_words
-            return kind, us + HOST_US * (not in_graph), how
+            return kind, us + HOST_US * (not in_graph), protocols.shots_in_words(two_shot, by_words)
         if has(row, r"custom"):
             return kind, min(one, two), "the shorter of one and two shots"
     if is_library(row):

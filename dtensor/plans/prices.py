@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -161,12 +162,9 @@ def _measured_meet_us(group: Group) -> float:
 
 def _measured_sum_rate(group: Group) -> float:
     """Gloo adds up in pieces while it sends, and is three to five times as quick as it gathers."""
-    x, taken = torch.ones(1 << 20), []
-    for _ in range(4):
-        start = time.perf_counter()
-        torch.distributed.all_reduce(x, group=group.pg)
-        taken.append(time.perf_counter() - start)
-    return wire_bytes("all_reduce", x.nbytes, group.world_size) / (min(taken) * 1e6)
+    x = torch.ones(1 << 20)
+    us = cost.least_us(lambda: torch.distributed.all_reduce(x, group=group.pg), 3)
+    return wire_bytes("all_reduce", x.nbytes, group.world_size) / us
 
 
 def _measured_op_us(mesh: DeviceMesh) -> float:
@@ -181,15 +179,8 @@ def _measured_op_us(mesh: DeviceMesh) -> float:
             y = functional.silu(heads * heads).transpose(1, 2).flatten(2) + x
         torch.autograd.grad(y, x, x.detach())
 
-    def least(x: Any) -> float:
-        taken = []
-        for _ in range(5):
-            start = time.perf_counter()
-            ops(x)
-            taken.append(time.perf_counter() - start)
-        return min(taken) * 1e6 / (8 * 7)
-
-    return max(least(cut) - least(plain), 0.0)
+    on_cut, on_plain = (cost.least_us(partial(ops, x), 4) for x in (cut, plain))
+    return max(on_cut - on_plain, 0.0) / (8 * 7)
 
 
 def prices_of(hardware: Any, mesh: DeviceMesh) -> Prices:

@@ -180,16 +180,17 @@ class Routing:
     @cached_property
     def firsts(self) -> list[list[int | None]]:
         """Of the rows of each of `blocks`, the first one's place, if the others' follow it."""
-        blocks = [block for of in self.blocks for block in of]
-        filled = [block for block in blocks if block.stop > block.start]
+        filled = [block for of in self.blocks for block in of if block.stop > block.start]
         ends = torch.tensor([[block.start, block.stop - 1] for block in filled], dtype=torch.int64)
         places = iter(self.places[ends.view(-1)].view(-1, 2).tolist())
-        found: list[int | None] = []
-        for block in blocks:  # slots of one rank rise
-            first, last = next(places) if block.stop > block.start else (0, 0)
-            found.append(first if last - first == block.stop - block.start - 1 else None)
-        W = self.group.world_size
-        return [found[at : at + W] for at in range(0, len(found), W)]
+
+        def first_of(block: slice) -> int | None:
+            if block.stop == block.start:
+                return None
+            first, last = next(places)  # slots of one rank rise
+            return first if last - first == block.stop - block.start - 1 else None
+
+        return [[first_of(block) for block in of] for of in self.blocks]
 
     @cached_property
     def unused(self) -> torch.Tensor:

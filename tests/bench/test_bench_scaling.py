@@ -14,7 +14,6 @@ from weft.bench.shapes import Model
 
 pytestmark = needs_interpreter
 ROOT = Path(__file__).resolve().parents[2]
-KEPT = ROOT / "bench" / "results" / "scaling_page.json"
 
 
 def test_rows_are_kept_and_become_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +43,7 @@ def test_rows_are_kept_and_become_a_page(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_the_same_problems_measured_by_others() -> None:
     """A library's beside the library's model, a fused one on the same chip beside the page's."""
-    rows = scaling_page.read_rows_of(KEPT)
+    rows = scaling_page.read_rows_of(scaling_page.KEPT)
     found = scaling_page.others_measured(rows)
     assert len([each for each in found if each.kind == "library"]) >= 12
 
@@ -71,7 +70,7 @@ def test_the_best_library_has_the_chip_that_the_kernel_has() -> None:
 
 def test_the_page_is_made_of_the_kept_rows() -> None:
     text = (ROOT / "docs" / "scaling.md").read_text()
-    rows = scaling_page.read_rows_of(KEPT)
+    rows = scaling_page.read_rows_of(scaling_page.KEPT)
     assert rows, "python -m tools.scaling_page --page docs/scaling.md makes them"
     assert scaling_tables.tables_by_hardware(rows) in text
     assert scaling_tables.overlap_table(rows) in text

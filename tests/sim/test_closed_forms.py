@@ -34,7 +34,7 @@ def test_the_closed_form_against_virtual_time(
     op: str, least: int, median: float, ninth: float
 ) -> None:
     """The rows of docs/scaling.md, and of them those that no constant was fitted to."""
-    rows = [row for row in scaling_page.read_rows_of(scaling_fit.KEPT) if row.op == op]
+    rows = [row for row in scaling_page.read_rows_of(scaling_page.KEPT) if row.op == op]
     assert len(rows) >= least
     for some in (rows, [row for row in rows if not scaling_fit.is_fitted_on(row)]):
         errors = sorted(abs(scaling_fit.error_of(row)) for row in some)
