@@ -432,7 +432,8 @@ def _experts_workload(params: dict[str, Any], W: int, randoms: _Randoms) -> Work
         return [y]
 
     nbytes = T * k * (W - 1) // W * H * dtype.itemsize
-    return Workload(run, expected, depth=2, flop=6 * T * k * H * F, nbytes=2 * nbytes)
+    # Of counts, rows and results each follows from the one before.
+    return Workload(run, expected, depth=3, flop=6 * T * k * H * F, nbytes=2 * nbytes)
 
 
 def _norm_workload(params: dict[str, Any], W: int, rank: int, randoms: _Randoms) -> Workload:

@@ -1,4 +1,5 @@
-"""The kernels of ring_attention beside torch's attention: one rank, nobody to exchange with.
+"""The kernels of ring_attention, and what `auto` takes, beside torch's attention: one rank, nobody
+to exchange with.
 
     q (1, H, S, D), k and v (1, H_kv, S, D)  ->  out (1, H, S, D), or the gradients of all three
 
@@ -70,10 +71,13 @@ def prepare(spec: Spec, options: Options) -> Prepared:
 
         return call
 
+    def auto(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = weft.ring_attention(q, k, v, causal=True, group=alone())
+        return out
+
     def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         with weft.engine("triton"):
-            out: torch.Tensor = weft.ring_attention(q, k, v, causal=True, group=alone())
-        return out
+            return auto(q, k, v)
 
     def observed(value: Any) -> Any:
         if not backward:
@@ -87,7 +91,7 @@ def prepare(spec: Spec, options: Options) -> Prepared:
 
     libraries = torch_attentions(device)
     return Prepared(
-        {"weft": variant(ours, 1)}
+        {"weft": variant(ours, 1), "auto": variant(auto, 1)}
         | {name: variant(way, H // H_kv) for name, way in libraries.items()},
         expected=expected,
         observe=observed,

@@ -23,12 +23,15 @@ NAME = "matmul"
 WORLD: Literal["ranks", "one"] = "one"
 SIZES = ("M", "N", "K")
 
-_SHAPES = ((4096,) * 3, (8192,) * 3, (4096, 14336, 4096), (8192, 3584, 8192), (128, 8192, 8192))
+_SHAPES = (
+    *((4096,) * 3, (8192,) * 3, (4096, 14336, 4096), (8192, 3584, 8192), (2048, 7168, 8192)),
+    *((rows, 8192, 8192) for rows in (1024, 512, 256, 128, 64, 16)),
+)
 _QUICK = ((48, 32, 64),)
 
 
 def cases(options: Options) -> list[Spec]:
-    """Squares, a feed-forward layer whole and an 8th of it, and a decoding step."""
+    """Squares, a feed-forward layer whole and an 8th of it, and few rows."""
     shapes = options.shapes or (_QUICK if options.quick else _SHAPES)
     return [
         Spec(

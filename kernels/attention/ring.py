@@ -161,7 +161,7 @@ class Attention(torch.autograd.Function):
         def made() -> Gradients:
             rings = call.op == "ring_attention"
             moved = ["all_gather", "reduce_scatter"] if rings else ["all_to_all"] * 4
-            record_backward(call.op, call.engine, call.group, *moved)
+            record_backward(call.op, call.of_gradients, call.group, *moved)
             found: Gradients = gradients(call, saved_with(saved, grads))
             return found
 
@@ -198,7 +198,7 @@ def ring_gradients(call: AttentionPlan, saved: Saved) -> Gradients:
     if call.engine == "generic":
         return gathered_gradients(saved, call.group, call.geometry, call.scale)
     ways = {"host": host_backward, "hosts": hosts_backward, "triton": _triton_backward}
-    return ways[call.engine](call, saved)
+    return ways[call.of_gradients](call, saved)
 
 
 def _triton_forward(

@@ -33,9 +33,9 @@ from weft.kernels.engine.chips import (
 
 GUESS = 0.95  # where nothing was measured; of plain matmuls on an H200 0.94 to 0.99 (docs/gpu.md)
 # Of Triton's attention, forward, the us that the library takes and the rate relative to it: on an
-# H200 4,096 and 16,384 causal tokens of 32 heads of 128 take 563 and 4,914 us, and cuDNN 263 and
-# 3,347.
-_ATTENTION = (263.0, 0.47), (3347.0, 0.68)
+# H200 4,096 and 16,384 causal tokens of 32 heads of 128 take 319 and 4,561 us, and cuDNN 263 and
+# 3,380.
+_ATTENTION = (263.0, 0.82), (3380.0, 0.74)
 
 
 class Tile(NamedTuple):
@@ -48,17 +48,17 @@ class Tile(NamedTuple):
 
 
 def attention_rate(chip: str, library_us: float) -> float:
-    """Of Triton's attention, forward, where the library's takes so long: programs that wait for the
-    busiest one are more of a short call. Between what was measured by the logarithm of the time; on
-    other chips that of the long call.
+    """Of Triton's attention, forward, where the library's takes so long: a short call is less at
+    the library's best. Between what was measured by the logarithm of the time; on other chips that
+    of the long call.
 
-    Example: on sm_90 0.47 at 100 us, 0.57 at 940 us, 0.68 at 10 ms.
+    Example: on sm_90 0.82 at 100 us, 0.78 at 940 us, 0.74 at 10 ms.
     """
-    (short, low), (long, high) = _ATTENTION
+    (short, of_short), (long, of_long) = _ATTENTION
     if chip != "sm_90":
-        return high
+        return of_long
     share = math.log(max(library_us, short) / short) / math.log(long / short)
-    return low + (high - low) * min(share, 1.0)
+    return of_short + (of_long - of_short) * min(share, 1.0)
 
 
 def tiling_of(op: str, chip: Chip, M: int, N: int, K: int, dtype: torch.dtype, W: int) -> Tiling:

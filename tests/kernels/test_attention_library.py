@@ -349,20 +349,38 @@ def planned(
 def test_auto_takes_the_library_for_long_sequences() -> None:
     long, why = planned(8192)
     assert long.engine == "host" and "for triton" in why
-    assert planned(2048)[0].engine == "host", (
-        "a short kernel is slower beside cuDNN than a long one"
-    )
-    short, _ = planned(128)
-    assert short.engine == "triton"
+    assert planned(4096)[0].engine == "host"
+    assert planned(2048)[0].engine == "triton", "parts are merged, and each is enqueued by the host"
     window, why = planned(8192, before=4096)
     assert window.engine == "triton"
     assert why.endswith("; not host: torch's attention on GPUs has no window to the left")
     assert planned(8192, packed=True)[0].engine == "triton", "its documents have calls of their own"
-    assert planned(2048, W=2, before=4096)[0].engine == "host", "which is no window"
+    assert planned(8192, W=2, before=16384)[0].engine == "host", "which is no window"
     alone, why = planned(128, W=1)
     assert (alone.engine, why) == ("host", "one rank")
-    for n, engine in ((8192, "host"), (2048, "host"), (64, "triton")):
+    for n, engine in ((8192, "host"), (4096, "host"), (2048, "triton")):
         assert planned(n, op="ulysses_attention")[0].engine == engine
+
+
+def test_gradients_by_the_kernel_where_flash_attention_is_slower() -> None:
+    long, _ = planned(8192)
+    assert (long.engine, long.of_gradients) == ("host", "triton")
+    with weft.engine("host"):
+        asked, _ = planned(8192)
+    assert (asked.engine, asked.of_gradients) == ("host", "host"), "as asked for"
+    longest, _ = planned(1 << 18)
+    assert (longest.engine, longest.of_gradients) == ("host", "host"), "of too many keys"
+    short, _ = planned(128)
+    assert (short.engine, short.of_gradients) == ("triton", "triton")
+    alone, _ = planned(128, W=1)
+    assert (alone.engine, alone.of_gradients) == ("host", "triton")
+
+
+def test_which_gradients_of_the_kernel_are_quicker() -> None:
+    quicker = plan.kernel_has_quicker_gradients
+    assert quicker("sm_90", 128, 0) and not quicker("sm_90", 256, 0)
+    assert not quicker("sm_100", 128, 0), "not measured"
+    assert quicker("sm_90", 64, 1 << 30) and not quicker("sm_90", 64, 1 << 31)
 
 
 def test_ranks_that_stand_for_gpus_have_no_library() -> None:

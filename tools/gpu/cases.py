@@ -466,6 +466,7 @@ def run_case_on_rank(name: str, place: Place) -> None:
     works = {call: CALLS[call](place) for call in calls_of(name)}
     # First: cuBLAS makes its handles, which may wait for all that runs.
     expected = {call: [work.oracle(i) for i in range(SETS)] for call, work in works.items()}
+    _reserve(place)
     _meet(place)
     chance = random.Random(f"{name} {place.rank}")
     made: list[tuple[str, int, Tensors]] = []
@@ -479,8 +480,18 @@ def run_case_on_rank(name: str, place: Place) -> None:
         if run_way is not None:
             made = run_way(name, works, place, chance)
             _meet(place)
+            collectives.check_peers()  # a wait that failed says more than its results
             _compare_and_forget(made, expected, works)
     collectives.check_peers()
+
+
+def _reserve(place: Place) -> None:
+    """Have torch's allocator hold memory for this rank's stream: memory of the driver comes when
+    nothing runs, and other ranks' kernels may run until this one has launched its own.
+    """
+    if place.device.type == "cuda":
+        sizes = *(1 << 20 for _ in range(64)), 1 << 29  # small and large ones have pools apart
+        _ = [torch.empty(size, dtype=torch.uint8, device=place.device) for size in sizes]
 
 
 def make_once(name: str, place: Place) -> None:
