@@ -24,7 +24,9 @@ import torch as _torch
 if "TRITON_INTERPRET" not in _os.environ and not _torch.cuda.is_available():
     _os.environ["TRITON_INTERPRET"] = "1"
 if "triton.language" in _sys.modules:
-    from weft.collectives.device.interpreter import interpret_tritons_own as _interpret_tritons_own
+    from weft.collectives.interpreted.interpreter import (
+        interpret_tritons_own as _interpret_tritons_own,
+    )
 
     _interpret_tritons_own()
 

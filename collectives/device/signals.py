@@ -65,7 +65,6 @@ from weft.collectives.device.failures import (
     tell_host,
     tell_peers,
 )
-from weft.collectives.device.interpreter import find_builtins_once, interpreter_ready
 from weft.collectives.device.waits import (
     greatest,
     nanoseconds,
@@ -76,6 +75,7 @@ from weft.collectives.device.waits import (
     wait_for_peers,
     wait_local,
 )
+from weft.collectives.interpreted.interpreter import hasten, interpreter_ready
 from weft.collectives.ranks import pad
 
 __all__ = [
@@ -113,7 +113,7 @@ __all__ = [
     "wait_local",
 ]
 
-find_builtins_once()
+hasten()
 
 _GENERATION = Constant(pad.GENERATION)
 _TICKET = Constant(pad.TICKET)

@@ -28,7 +28,6 @@ import numpy.typing as npt
 import triton.language as tl
 from triton.runtime import interpreter
 
-from weft.sim.hooks import fast_integers
 from weft.sim.schedule.scheduler import strand_here
 
 if TYPE_CHECKING:
@@ -149,11 +148,8 @@ _lock = threading.Lock()
 
 
 @contextmanager
-def installed(world: World, *, quick: bool = False) -> Iterator[None]:
+def installed(world: World) -> Iterator[None]:
     """Tell `world` of every operation of kernels interpreted in this process, inside the block.
-
-    Args:
-        quick: integers take the short way, and are not checked for overflow.
 
     Raises:
         RuntimeError: a simulation runs already, or this Triton does not fit.
@@ -163,7 +159,7 @@ def installed(world: World, *, quick: bool = False) -> Iterator[None]:
     if not _lock.acquire(blocking=False):
         raise RuntimeError("one simulation runs at a time in a process")
     try:
-        with _patched(world, quick):
+        with _patched(world):
             yield
     finally:
         _lock.release()
@@ -336,7 +332,7 @@ class _Hooks:
 
 
 @contextmanager
-def _patched(world: World, quick: bool) -> Iterator[None]:
+def _patched(world: World) -> Iterator[None]:
     builder, kind = interpreter.interpreter_builder, interpreter.InterpreterBuilder
     execute = interpreter.GridExecutor.__call__
     grid = _Grid()
@@ -363,10 +359,6 @@ def _patched(world: World, quick: bool) -> Iterator[None]:
         stack.enter_context(patch.multiple(kind, create=True, **places))
         stack.enter_context(patch.object(interpreter.GridExecutor, "__call__", call))
         stack.enter_context(patch.object(interpreter, "_patch_lang", lambda fn: _NoPatch()))
-        if quick:
-            fast_integers.install_functions(scope, tl)
-            fast_integers.install(scope, tl.tensor)
-            stack.enter_context(fast_integers.unchecked())
         yield
 
 

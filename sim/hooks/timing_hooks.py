@@ -17,17 +17,16 @@ Integers are loaded, stored and computed for real: tables of pointers, generatio
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
-import triton.language as tl
 from triton.runtime import interpreter
 
-from weft.sim.hooks import fast_integers, interpreter_hooks
+from weft.sim.hooks import interpreter_hooks
 from weft.sim.schedule.scheduler import local
 from weft.sim.time.trace import Lane, Tracer
 
@@ -269,10 +268,6 @@ def _counted_loops(sampled: bool) -> Iterator[None]:
 
     def counting_core(lang: Any, scope: Any) -> None:
         patch_core(lang, scope)
-        if sampled:
-            fast_integers.install_functions(scope, lang)
-            if lang is tl:
-                fast_integers.install(scope, tl.tensor)
 
         def counted_tl_range(
             start: Any, end: Any = None, step: Any = None, **options: object
@@ -286,7 +281,6 @@ def _counted_loops(sampled: bool) -> Iterator[None]:
         with (
             patch.object(interpreter.InterpretedFunction, "rewrite", counting_rewrite),
             patch.object(interpreter, "_patch_lang_core", counting_core),
-            fast_integers.unchecked() if sampled else nullcontext(),
         ):
             yield
     finally:

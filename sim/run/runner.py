@@ -178,8 +178,7 @@ def run(
                     symmetric=symmetric,
                     hosts=[world_size] if hosts is None else hosts,
                 )
-                again = schedule is not None or results.schedules > 0
-                values = _run_one(world, fn, seed, name, timeout, again=again)
+                values = _run_one(world, fn, seed, name, timeout)
                 if recording and tape:
                     recording.learn(tape)
                     if found := schedule_of(recording, unused):
@@ -264,15 +263,9 @@ def _policy(seed: int, schedule: Schedule) -> Policy:
 
 
 def _run_one(
-    world: World,
-    fn: Callable[[int], Any],
-    seed: int,
-    schedule: Schedule,
-    timeout: float,
-    *,
-    again: bool,
+    world: World, fn: Callable[[int], Any], seed: int, schedule: Schedule, timeout: float
 ) -> list[Any]:
-    """One schedule; `again` if what does not depend on the schedule was checked before."""
+    """One schedule."""
     __tracebackhide__ = True
     scheduler = world.scheduler
     results: list[Any] = [None] * world.world_size
@@ -293,7 +286,7 @@ def _run_one(
             stack.enter_context(np.errstate(all="ignore"))
         if world.tracer:
             stack.enter_context(timing_hooks.installed(world.tracer, world.numerics))
-        stack.enter_context(interpreter_hooks.installed(world, quick=again and world.numerics))
+        stack.enter_context(interpreter_hooks.installed(world))
         stack.enter_context(distributed_hooks.installed())
         stack.enter_context(python_reads(world.python_read))
         stack.enter_context(_polls(world))

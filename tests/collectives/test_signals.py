@@ -22,7 +22,7 @@ from triton.runtime import interpreter
 
 import weft
 from weft.collectives.device import polling, signals, waits
-from weft.collectives.device.interpreter import find_builtins_once
+from weft.collectives.interpreted.interpreter import hasten
 from weft.collectives.memory.waiter import told_by
 from weft.collectives.ranks import pad, reports
 from weft.collectives.ranks.group import alone, virtual_rank
@@ -86,7 +86,7 @@ def test_builtins_are_those_that_triton_finds():
         for name, value in inspect.getmembers(place)
         if tl.core.is_builtin(value)
     }
-    assert interpreter._patch_builtin.__module__ == find_builtins_once.__module__
+    assert interpreter._patch_builtin.__module__ == hasten.__module__
     scope = interpreter._patch_lang(lambda: tl)
     replaced = {(place, name) for place, name, was in scope._changes if tl.core.is_builtin(was)}
     scope.restore()

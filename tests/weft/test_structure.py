@@ -35,7 +35,7 @@ BELOW = {
 # "." is the folder's own `__init__`. Each may import what stands in lines before its own.
 LEVELS = {
     "collectives": """
-        kept_files ranks profiled protocols
+        interpreted kept_files ranks profiled protocols
         topology
         device
         memory

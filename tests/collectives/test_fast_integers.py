@@ -1,20 +1,22 @@
-"""Index arithmetic of a run without numerics: the same as Triton's own, value by value."""
+"""Index arithmetic of interpreted kernels: the same as Triton's own, value by value."""
 
 from __future__ import annotations
 
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
+import triton
 import triton.language as tl
 from needs import needs_interpreter
 from triton.runtime import interpreter
 
-from weft.sim.hooks import fast_integers
+from weft.collectives.interpreted import fast_integers
 
 pytestmark = needs_interpreter
-BUILDER = interpreter.interpreter_builder
 
 
 def values() -> list[Any]:
@@ -47,11 +49,10 @@ def outcome(call: Any) -> tuple[Any, ...] | None:
 
 
 @pytest.mark.parametrize("name", sorted(fast_integers.operators()))
-def test_operators_are_tritons(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = interpreter.InterpreterOptions(sanitize_overflow=False)
-    monkeypatch.setattr(BUILDER, "options", options)
+def test_operators_are_tritons(name: str) -> None:
     fast, compared = fast_integers.operators()[name], 0
-    scope = interpreter._patch_lang(lambda: tl)
+    with patch.object(fast_integers, "install"):
+        scope = interpreter._patch_lang(lambda: tl)
     try:
         for a, b in product(values(), values()):
             if not isinstance(a, tl.tensor):
@@ -69,7 +70,8 @@ def test_operators_are_tritons(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_choices_and_conversions() -> None:
     number, block = values()[0], values()[3]
-    scope = interpreter._patch_lang(lambda: tl)
+    with patch.object(fast_integers, "install"):
+        scope = interpreter._patch_lang(lambda: tl)
     try:
         condition = block > 4
         assert outcome(lambda: fast_integers.chosen(condition, block, 0)) == outcome(
@@ -81,3 +83,16 @@ def test_choices_and_conversions() -> None:
         assert fast_integers.converted(number, tl.float32) is None
     finally:
         scope.restore()
+
+
+@triton.jit
+def _index(out, n):
+    rows = tl.arange(0, 4) + n * 4
+    tl.store(out + rows, tl.where(rows < 6, rows, -1))
+
+
+def test_kernels_go_by_them() -> None:
+    out = torch.zeros(8, dtype=torch.int32)
+    with patch.object(fast_integers, "tensor", wraps=fast_integers.tensor) as made:
+        _index[1,](out, 1)
+    assert out.tolist() == [0, 0, 0, 0, 4, 5, -1, -1] and made.call_count >= 5

@@ -1,24 +1,19 @@
 """Arithmetic on a kernel's integers and pointers that bypasses Triton's type checks.
 
-In Triton's interpreter `a + b` takes 30 us, of which numpy's addition is one. Small cases, and runs
-without numerics, are nearly all index arithmetic: sums, products, comparisons and the like of
-int32, int64, bool and pointers are computed directly here, with Triton's promotion rules; all else
-goes the usual way.
+In Triton's interpreter `a + b` takes 30 us, of which numpy's addition is one, and small cases are
+nearly all index arithmetic: sums, products, comparisons and the like of int32, int64, bool and
+pointers are computed directly here, with Triton's promotion rules; all else goes the usual way.
 
     triton.language.tensor.__add__ and the other operators, tensor.to, where, minimum, maximum
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import triton.language as tl
-from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle
 
 _WIDTHS = {"int1": 1, "int32": 32, "int64": 64, "uint32": -32}  # unsigned: below zero
@@ -175,18 +170,30 @@ def chosen(condition: Any, left: Any, right: Any) -> Any:
     return tensor(out, _TYPES[width], a[2] or b[2] or bool(condition.shape))
 
 
-def install_functions(scope: Any, lang: Any) -> None:
-    """Put `chosen` and the like before functions of the module `lang`."""
-    usual_where = lang.where
-    smaller, larger = _integers(np.minimum, 32, False), _integers(np.maximum, 32, False)
+def install(place: Any, scope: Any) -> None:
+    """Put these before the functions of `place`, if it is tl or tl.tensor, until `scope` is
+    restored."""
+    if place is tl:
+        usual_where = tl.where
+        smaller, larger = _integers(np.minimum, 32, False), _integers(np.maximum, 32, False)
 
-    def where(condition: Any, x: Any, y: Any, **kwargs: Any) -> Any:
-        out = chosen(condition, x, y)
-        return usual_where(condition, x, y, **kwargs) if out is None else out
+        def where(condition: Any, x: Any, y: Any, **kwargs: Any) -> Any:
+            out = chosen(condition, x, y)
+            return usual_where(condition, x, y, **kwargs) if out is None else out
 
-    scope.set_attr(lang, "where", where)
-    for name, fast in (("minimum", smaller), ("maximum", larger)):
-        scope.set_attr(lang, name, _fast_or_usual(fast, getattr(lang, name)))
+        scope.set_attr(tl, "where", where)
+        for name, fast in (("minimum", smaller), ("maximum", larger)):
+            scope.set_attr(tl, name, _fast_or_usual(fast, getattr(tl, name)))
+    elif place is tl.tensor:
+        for name, fast in operators().items():
+            scope.set_attr(tl.tensor, name, _fast_or_usual(fast, getattr(tl.tensor, name)))
+        usual_to = tl.tensor.to
+
+        def to(self: Any, dtype: Any, *rest: Any, **kwargs: Any) -> Any:
+            out = None if rest or kwargs.get("bitcast") else converted(self, dtype)
+            return usual_to(self, dtype, *rest, **kwargs) if out is None else out
+
+        scope.set_attr(tl.tensor, "to", to)
 
 
 def _fast_or_usual(
@@ -199,34 +206,8 @@ def _fast_or_usual(
     return run
 
 
-def install(scope: Any, kind: Any) -> None:
-    """Put the operators before those of `kind`, which is tl.tensor, until `scope` is restored."""
-    for name, fast in operators().items():
-        scope.set_attr(kind, name, _fast_or_usual(fast, getattr(kind, name)))
-    usual_to = kind.to
-
-    def to(self: Any, dtype: Any, *rest: Any, **kwargs: Any) -> Any:
-        out = None if rest or kwargs.get("bitcast") else converted(self, dtype)
-        return usual_to(self, dtype, *rest, **kwargs) if out is None else out
-
-    scope.set_attr(kind, "to", to)
-
-
-@contextmanager
-def unchecked() -> Iterator[None]:
-    """Let integers overflow unseen: Triton's check of each sum takes ten times the sum's time."""
-    builder = interpreter.interpreter_builder
-    options = dataclasses.replace(builder.options, sanitize_overflow=False)
-    kept = _np_dtype_kept(interpreter._get_np_dtype)
-    with (
-        patch.object(builder, "options", options),
-        patch.object(interpreter, "_get_np_dtype", kept),
-    ):
-        yield
-
-
-def _np_dtype_kept(np_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    # Triton makes a table of all its dtypes at each call.
+def np_dtype_kept(np_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The same, which keeps what it has found."""
     kept: dict[str, Any] = {}
 
     def of(dtype: Any) -> Any:
