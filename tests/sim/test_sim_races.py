@@ -333,6 +333,7 @@ def test_looking_costs_less_than_the_interpreter() -> None:
     assert calls_in(lambda: sim.run(1, lambda _: launch())) < 2 * plain
 
     case = KERNELS["gather of the contraction"]
+    sim.run(2, case)  # imports, and Triton's rewriting, are not what is compared
     checked, unchecked = (
         calls_in(lambda races=races: sim.run(2, case, schedules=3, races=races))
         for races in (True, False)
