@@ -19,6 +19,7 @@ import torch
 
 from weft import settings
 from weft.collectives import cost
+from weft.collectives.protocols import group_passes
 from weft.collectives.ranks.caches import KeptDict
 from weft.collectives.ranks.group import Group, kept_by_group
 from weft.collectives.topology import hosts_in_words
@@ -72,7 +73,7 @@ def slowest(rates: cost.Machine) -> float:
 
 def _in_one_level(op: str, group: Group, rates: cost.Machine, on_gpus: bool) -> Line:
     W = group.world_size
-    passes = 2 if op == "all_reduce" or (op == "reduce_scatter" and not on_gpus) else 1
+    passes = group_passes(op, on_gpus)
     return Line(passes * rates.wire_us, passes * (W - 1) / W / max(rates.wire, 1e-9))
 
 

@@ -15,7 +15,13 @@ from torch.nn import functional
 
 from weft.collectives import all_gather, cost, spanning_group
 from weft.collectives.prices.hardware import named
-from weft.collectives.protocols import COLLECTIVE_OF, Collective, moved_bytes, wire_bytes
+from weft.collectives.protocols import (
+    COLLECTIVE_OF,
+    Collective,
+    group_passes,
+    moved_bytes,
+    wire_bytes,
+)
 from weft.collectives.ranks.group import Group, kept_by_group
 from weft.dtensor.plans.chip_prices import ChipPrices
 from weft.dtensor.tensor import DTensor
@@ -118,7 +124,8 @@ class MachinePrices:
         return engines.collective_us(wire_bytes(op, nbytes, ranks), self.rates)
 
     def group_us(self, op: Collective, nbytes: float, ranks: int, stride: int = 1) -> float:
-        received = wire_bytes(op, nbytes, ranks)
+        passes = group_passes(op, self.device_type != "cpu")
+        received = passes * nbytes * (ranks - 1) / ranks
         if self.sum_rate and op in ("all_reduce", "reduce_scatter"):
             return self.rates.wire_us + received / self.sum_rate
         return self.rates.wire_time_us(received)

@@ -132,6 +132,16 @@ def test_cpu_ranks_cut_layers_unless_the_host_takes_longer(
     assert (max(found.model_dims, default=1) > 1) == cut, str(found)
 
 
+def test_gloos_reduce_scatter_is_its_all_reduce() -> None:
+    machine = Machine({"torch.float32": 1e2}, copy=1e4, sync_us=10.0, wire=1e3, wire_us=200.0)
+    for sums in (0.0, 4e3):
+        prices = MachinePrices(machine, "cpu", sum_rate=sums)
+        gathered, reduced, scattered = (
+            prices.group_us(op, 1 << 20, 4) for op in ("all_gather", "all_reduce", "reduce_scatter")
+        )
+        assert reduced == scattered != gathered
+
+
 @pytest.mark.sweep
 def test_less_memory_takes_more_time() -> None:
     model, mesh = models.llama(4), pretended(2, 2)
