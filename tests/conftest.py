@@ -52,12 +52,33 @@ def ranks() -> Iterator[Pools]:
     pools.close()
 
 
+@pytest.hookimpl(trylast=True)  # after pytest's own parameters
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test marked `ranks(2, 3)` runs twice: once on 2 ranks, once on 3."""
     mark = metafunc.definition.get_closest_marker("ranks")
     if mark is not None and mark.args:
         metafunc.fixturenames.append("world_size")
         metafunc.parametrize("world_size", mark.args)
+    for mark in metafunc.definition.iter_markers("slow_where"):
+        check_slow_where(metafunc.definition.nodeid, mark, [c.params for c in metafunc._calls])
+
+
+def check_slow_where(test: str, mark: pytest.Mark, told: list[dict[str, Any]]) -> None:
+    """Raise ValueError if the test is never given what the mark names: a slow test would be an
+    ordinary one.
+
+    Args:
+        told: the parameters of each of its runs.
+    """
+    if mark.args or not mark.kwargs:
+        raise ValueError(f"{test}: slow_where takes parameters by their names, at least one")
+    for name, some in mark.kwargs.items():
+        given = [one[name] for one in told if name in one]
+        for value in some if isinstance(some, list) else [some]:
+            if value not in given:
+                raise ValueError(
+                    f"{test} is slow_where {name} is {value!r}, which it never is, but {given}"
+                )
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks

@@ -332,7 +332,7 @@ def routing_of(roster: Roster, capacity: int | None, received: int | None = None
     if received is None:
         room = _rows_of_room(counted, len(everyones), capacity, group.rank // tp)
     else:
-        room = _checked_room(counted[group.rank // tp], received)
+        room = _checked_room(roster, counted, received)
     first = firsts[group.rank // tp]
     # Sorting keeps the order of those alike, which is that of ranks and slots.
     expert = everyones - first
@@ -438,14 +438,21 @@ def _filled(numbers: Sequence[int], ids: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.full((), n, dtype=torch.int64, device=ids.device) for n in numbers])
 
 
-def _checked_room(count: torch.Tensor, received: int) -> int:
-    """`received`; an error, on a GPU of the device, if other than so many rows come."""
-    told = f"{received} rows come to this rank, as its graph was told, but not by their ids: both "
-    told += "must be made of the same counts"
-    if not on_cpu(count):
-        torch._assert_async(count == received, told)
-    elif int(count) != received:
-        raise ValueError(told)
+def _checked_room(roster: Roster, counted: list[torch.Tensor], received: int) -> int:
+    """`received`; an error on every rank, on GPUs of the device, if other than so many rows come to
+    any of them.
+    """
+    told = agree(roster.group, "rows that come to experts", received)
+    come = [counted[rank // roster.tensor_parallel_size] for rank in range(len(told))]
+    error = (
+        f"graphs were told that {told} rows come to the ranks, but {{}} come by their ids: both "
+        f"must be made of the same counts"
+    )
+    if not on_cpu(roster.topk_ids):
+        right = torch.stack(come) == _filled(told, roster.topk_ids)
+        torch._assert_async(right.all(), error.format("others"))
+    elif told != (found := [int(count) for count in come]):
+        raise ValueError(error.format(found))
     return received
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -218,6 +219,17 @@ def test_states_are_whole_and_load_whole_or_in_parts(kind: str, tp: int) -> None
         layer.load_state_dict({name: value[..., 1:] for name, value in state.items()})
     with pytest.raises(RuntimeError, match="Unexpected"):
         layer.load_state_dict(state | {"more": torch.ones(1)})
+
+
+@pytest.mark.ranks(2, 3)
+def test_rows_that_a_graph_was_told_wrong_are_an_error_on_every_rank() -> None:
+    """Before anything is sent: no rank waits for one that has raised."""
+    W, rank = dist.get_world_size(), dist.get_rank()
+    ids, name = torch.arange(W, dtype=torch.int32).view(W, 1), dist.group.WORLD.group_name
+    route = partial(torch.ops.weft.route, ids, 1, name, 1, None, None, None)
+    with pytest.raises(ValueError, match=rf"told that \[{W}, {W + 1}.*but \[{W}, {W}.*counts"):
+        route(W + (rank == 1))
+    assert route(W)[-2].tolist() == [rank] * W
 
 
 @pytest.mark.ranks(2)

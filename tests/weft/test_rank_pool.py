@@ -10,12 +10,28 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import check_slow_where
 from rank_pool import RankError, RankPool
 
 
 @pytest.fixture
 def pool(own_ranks: Callable[[int], RankPool]) -> RankPool:
     return own_ranks(2)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"engin": "triton"}, "is slow_where engin is 'triton', which it never is, but \\[\\]"),
+        ({"engine": ["host", "tritn"]}, "engine is 'tritn', which it never is, but .*'triton'"),
+        ({}, "at least one"),
+    ],
+)
+def test_a_misspelt_slow_where_is_an_error(given: dict[str, Any], said: str) -> None:
+    runs = [{"engine": "host", "W": 2}, {"engine": "triton", "W": 2}]
+    with pytest.raises(ValueError, match=said):
+        check_slow_where("a test", pytest.mark.slow_where(**given).mark, runs)
+    check_slow_where("a test", pytest.mark.slow_where(engine="triton", W=[2]).mark, runs)
 
 
 def failing_body(guilty: int) -> None:
