@@ -39,13 +39,17 @@ def sources() -> list[str]:
 
 
 @cache
-def tree_of(file: str) -> ast.Module:
-    return ast.parse((ROOT / file).with_suffix(".py").read_text())
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def _tree_of(file: str) -> ast.Module:
+    return parsed((ROOT / file).with_suffix(".py"))
 
 
 def named(file: str) -> Iterator[str]:
     """Modules and names that a file speaks of."""
-    for node in ast.walk(tree_of(file)):
+    for node in ast.walk(_tree_of(file)):
         if isinstance(node, ast.ImportFrom):
             module = (node.module or "").removeprefix("weft.").replace(".", "/")
             yield from (module, *(f"{module}/{alias.name}" for alias in node.names))
@@ -61,7 +65,7 @@ def named(file: str) -> Iterator[str]:
 def defined(file: str) -> set[str]:
     """What a file alone defines on its own level, for others."""
     kinds = ast.FunctionDef, ast.ClassDef
-    names = {node.name for node in tree_of(file).body if isinstance(node, kinds)}
+    names = {node.name for node in _tree_of(file).body if isinstance(node, kinds)}
     return {name for name in names if not name.startswith("_")}
 
 

@@ -26,6 +26,7 @@ UNBOUNDED = {
 STAY = {
     "collectives/cost: kept_by_rates": "made at import",
     "collectives/custom_ops: _torch_force_save": "made at import",
+    "collectives/interpreted/fast_integers: _prototypes": "shapes of blocks, which kernels name",
     "collectives/memory/workspace: _last_calls": "GPUs of this process",
     "collectives/memory/workspace: _outgrown": "graphs, which still run on it; `close` clears it",
     "collectives/ranks/caches: _dicts": "made at import",

@@ -8,11 +8,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
-from covering import covering
+from covering import covering, parsed
 from needs import needs_interpreter
 
 import weft
@@ -95,11 +94,6 @@ SIM_FROM_BENCH = {
     "blocks/virtual",
     "host/command", "host/measure", "solo/cases", "solo/compiling", "solo/measure", "solo/sweep",
 }  # fmt: skip
-
-
-@cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), str(path))
 
 
 def imports(path: Path) -> Iterator[tuple[str, int]]:
@@ -277,7 +271,7 @@ def test_rooms_are_small_and_say_what_they_are_for(folder: str) -> None:
     for room in sorted(path.parent for path in (ROOT / folder).glob("*/__init__.py")):
         files = [path.stem for path in room.glob("*.py") if path.stem != "__init__"]
         assert len(files) <= 12, f"{room} has {len(files)} files"
-        said = ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or ""
+        said = ast.get_docstring(parsed(room / "__init__.py")) or ""
         if room.name == "checkpoint":  # a public module, too: its text is for those who save
             continue
         assert "mport" in said, f"{room}/__init__.py does not say what it may import"
