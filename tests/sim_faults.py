@@ -298,8 +298,8 @@ IN_KERNELS = [
     fault(
         "a copy has no mask",
         copies,
-        "return offs_m, offs_n, (offs_m[:, None] < rows) & (offs_n[None, :] < columns)",
-        "return offs_m, offs_n, (offs_m[:, None] >= 0) & (offs_n[None, :] < columns)",
+        "inside = (tl.arange(0, BLOCK_M)[:, None] < left) & (",
+        "inside = (tl.arange(0, BLOCK_M)[:, None] >= 0) & (",
         GATHERS,
         (BOUNDS, RACE),
     ),

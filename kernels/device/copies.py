@@ -4,6 +4,8 @@ by which copy engines tell of theirs (`weft.kernels.matmul.copy_engines`).
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -26,18 +28,14 @@ def copy_block(
 ):
     """out[:rows, :columns] = in[:rows, :columns], where rows of `out` are contiguous.
 
-    The next block is loaded while one is stored, which keeps a link busy.
+    A thread keeps as many bytes on their way as it has of a block. It does not load the next block
+    ahead: at the end of a step that one would be moved to other registers, once it is there.
     """
     across = tl.maximum(cdiv(columns, BLOCK_N), 1)
-    blocks = (cdiv(rows, BLOCK_M) * across).to(tl.int32)
-    block = _block_of(in_ptr, 0, across, rows, columns, stride_im, stride_in, BLOCK_M, BLOCK_N)
-    for number in range(blocks):
-        following = _block_of(
-            in_ptr, number + 1, across, rows, columns, stride_im, stride_in, BLOCK_M, BLOCK_N
-        )
-        offs_m, offs_n, inside = _place_of(number, across, rows, columns, BLOCK_M, BLOCK_N)
-        tl.store(out_ptr + offs_m[:, None] * stride_om + offs_n[None, :], block, mask=inside)
-        block = following
+    for number in range((cdiv(rows, BLOCK_M) * across).to(tl.int32)):
+        place = _place_of(number, across, rows, columns, BLOCK_M, BLOCK_N)
+        block = tl.load(_ptrs_to(in_ptr, place, stride_im, stride_in), mask=place.inside)
+        tl.store(_ptrs_to(out_ptr, place, stride_om, 1), block, mask=place.inside)
 
 
 @triton.jit
@@ -59,48 +57,51 @@ def quantize_block(
         first = number * across
         largest = tl.full((BLOCK_M, BLOCK_N), 1.1754943508222875e-38, tl.float32)
         for i in range(first, first + across):
-            block = _block_of(
-                in_ptr, i, across, rows, columns, stride_im, stride_in, BLOCK_M, BLOCK_N
-            )
             place = _place_of(i, across, rows, columns, BLOCK_M, BLOCK_N)
-            values = tl.where(place[2], tl.abs(block.to(tl.float32)), 0.0)
+            block = tl.load(_ptrs_to(in_ptr, place, stride_im, stride_in), mask=place.inside)
+            values = tl.where(place.inside, tl.abs(block.to(tl.float32)), 0.0)
             largest = tl.maximum(largest, values)
         scales = tl.reduce(largest, 1, tl.standard._elementwise_max) / 448.0
-        offs_m = _place_of(first, across, rows, columns, BLOCK_M, BLOCK_N)[0]
+        offs_m = number.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         tl.store(scales_ptr + offs_m, scales, mask=offs_m < rows)
         for i in range(first, first + across):
-            block = _block_of(
-                in_ptr, i, across, rows, columns, stride_im, stride_in, BLOCK_M, BLOCK_N
-            )
             place = _place_of(i, across, rows, columns, BLOCK_M, BLOCK_N)
+            block = tl.load(_ptrs_to(in_ptr, place, stride_im, stride_in), mask=place.inside)
             bits = fp8_bits(block.to(tl.float32) / scales[:, None])
-            into = out_ptr + offs_m[:, None] * stride_om + place[1][None, :]
-            tl.store(into, bits, mask=place[2])
+            tl.store(_ptrs_to(out_ptr, place, stride_om, 1), bits, mask=place.inside)
+
+
+class _Place(NamedTuple):
+    """Where a block is: its first row and column, and a mask of what is inside the matrix."""
+
+    row: Any
+    column: Any
+    inside: Any
 
 
 @triton.jit
 def _place_of(number, across, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Rows and columns of a block, and a mask of those inside. Blocks go along the rows."""
-    offs_m = (number // across) * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
-    offs_n = (number % across) * BLOCK_N + tl.arange(0, BLOCK_N)
-    return offs_m, offs_n, (offs_m[:, None] < rows) & (offs_n[None, :] < columns)
+    """The _Place of a block. Blocks go along the rows.
+
+    What is compared are numbers of 32 bits within the block: of rows of the matrix, a thread would
+    keep two registers for each.
+    """
+    row = tl.cast(number // across, tl.int64) * BLOCK_M
+    column = number % across * BLOCK_N
+    left = tl.minimum(rows - row, BLOCK_M).to(tl.int32)
+    inside = (tl.arange(0, BLOCK_M)[:, None] < left) & (
+        tl.arange(0, BLOCK_N)[None, :] < columns - column
+    )
+    return _Place(row, column, inside)
 
 
 @triton.jit
-def _block_of(
-    in_ptr,
-    number,
-    across,
-    rows,
-    columns,
-    stride_m,
-    stride_n,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    offs_m, offs_n, inside = _place_of(number, across, rows, columns, BLOCK_M, BLOCK_N)
-    in_ptrs = in_ptr + offs_m[:, None] * stride_m + offs_n[None, :].to(tl.int64) * stride_n
-    return tl.load(in_ptrs, mask=inside)
+def _ptrs_to(ptr, place, stride_m, stride_n):
+    """Pointers to the elements of a block."""
+    offs_m = tl.arange(0, place.inside.shape[0]).to(tl.int64)
+    offs_n = tl.arange(0, place.inside.shape[1]).to(tl.int64)
+    ptr += place.row * stride_m + tl.cast(place.column, tl.int64) * stride_n
+    return ptr + offs_m[:, None] * stride_m + offs_n[None, :] * stride_n
 
 
 @triton.jit

@@ -7,6 +7,7 @@ Legend as in `ring_keys`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -122,18 +123,30 @@ def shard_bytes(heads: int, rows: int, D: int, dtype: torch.dtype) -> int:
 _KV_HEADS = 64
 
 
-def _copy_programs(
-    chip: Chip, heads: int, kv_heads: int, rows: int, dtype: torch.dtype, W: int
-) -> int:
-    """How many programs copy: just enough to fetch a shard while the others attend to one.
+# Bytes that a program copies in a second beside programs that multiply, of a chip's own memory
+# (H200: 29e9, alone 47e9), and operations of a chip that attends.
+_COPIED, _ATTENDED = 29e9, 400e12
 
-    A program copies 12 GB/s of a chip's own memory (H200); the chip attends at some 400 TFLOP/s, to
-    half of the pairs if attention is causal. An eighth of the cores is the most that copy.
+
+def _copy_programs(
+    chip: Chip, heads: int, kv_heads: int, rows: int, dtype: torch.dtype, W: int, tile_m: int | None
+) -> int:
+    """How many programs copy: just enough to fetch a shard before the next one is asked for.
+
+    That is after all queries have attended to a shard, to half of it if attention is causal; or
+    after the first tile of `tile_m` queries in every program has, if each tile goes through all
+    shards. All other tiles find everything here, so that more than sqrt(cores * enough for all
+    queries) would cost them more time than the first ones gain. An eighth of the cores is the most.
     """
     if W == 1 or chip is INTERPRETER:
         return 1
-    wanted = -(-33000 * dtype.itemsize * kv_heads // max(heads * rows, 1))
-    return max(2, min(chip.cores // 8, wanted))
+    queries = max(heads * rows, 1)
+    at_once = _ATTENDED / _COPIED * dtype.itemsize * kv_heads  # if there were one query
+    wanted = at_once / queries
+    if tile_m is not None:
+        first = min(queries, chip.programs * tile_m)
+        wanted = min(at_once / first, math.sqrt(chip.cores * wanted))
+    return max(2, min(chip.cores // 8, math.ceil(wanted)))
 
 
 def ring_options(
@@ -146,9 +159,13 @@ def ring_options(
     chip: Chip,
     num_warps: int,
     num_stages: int,
+    tile_m: int | None = None,
 ) -> dict[str, Any]:
-    """RingOptions of shards of at most `rows` queries, by name; heads count over batches."""
-    copies = _copy_programs(chip, heads, kv_heads, rows, dtype, world_size)
+    """RingOptions of shards of at most `rows` queries, by name; heads count over batches.
+
+    `tile_m`: queries of a tile, if each goes through all shards before the next begins.
+    """
+    copies = _copy_programs(chip, heads, kv_heads, rows, dtype, world_size, tile_m)
     interpreted = chip is INTERPRETER
     return {
         "num_warps": num_warps,
@@ -162,12 +179,12 @@ def ring_options(
 
 
 def _copy_rows(num_warps: int, D: int, dtype: torch.dtype) -> int:
-    """Rows that a copy program moves at a time: 128 bytes a thread, 64 where more would spill.
+    """Rows that a copy program moves at a time: 256 bytes a thread, 128 where more would spill.
 
     At most 256, as what nobody sees is left out by so many.
     """
     row_bytes: int = max(16, triton.next_power_of_2(D)) * dtype.itemsize
-    return min(256, 32 * num_warps * (128 if D <= 128 else 64) // row_bytes)
+    return min(256, 32 * num_warps * (256 if D <= 128 else 128) // row_bytes)
 
 
 def shape_for(k: torch.Tensor, geometry: Geometry, config: RingOptions) -> Shape:

@@ -36,7 +36,15 @@ from weft.kernels.device import tiles
 from weft.kernels.device.copies import copy_block
 from weft.kernels.flash.attention_tiles import Heads, bounds, head_ptr, interval
 from weft.kernels.flash.ring_call import area_ptr
-from weft.kernels.flash.ring_tables import base_of, is_needed, key_spans, keys_held, span_of
+from weft.kernels.flash.ring_tables import (
+    base_of,
+    is_needed,
+    key_spans,
+    keys_held,
+    meets,
+    rows_needed,
+    span_of,
+)
 
 
 class HeadKeys(NamedTuple):
@@ -80,7 +88,8 @@ def head_keys(ring, source, batch, kv_head, shift, SHAPE: tl.constexpr):
 
 @triton.jit
 def first_chunk(head, chunks, SHAPE: tl.constexpr):
-    """The first of the `chunks` of a head that this program copies, to fetch as to publish.
+    """The first chunk from this head on that this program copies, to fetch as to publish: each head
+    has `chunks`.
 
     It waits for its namesakes alone, so they must have published all that it fetches.
     """
@@ -113,17 +122,22 @@ def _fetch_rows(out_ptr, shard_ptr, ring, source, rows, SHAPE: tl.constexpr):
     """Fetch the keys or values of `source` that are needed here: the chunks of this program."""
     COPY_M: tl.constexpr = SHAPE.config.copy_m
     keys, chunks = ring.keys, tiles.cdiv(rows, COPY_M)
-    for head in range(_fetched_heads(keys)):
-        global_head = head // keys.fetched * keys.H_KV + keys.first + head % keys.fetched
-        for chunk in range(
-            first_chunk(global_head, chunks, SHAPE), chunks, SHAPE.config.copy_programs
+    needed = rows_needed(ring.table, ring.rank, source, SHAPE)
+    for batch in range(keys.heads // keys.H_KV):
+        # In one loop: what a step computes before its loads is time in which no byte moves.
+        head = batch * keys.H_KV + keys.first
+        into = out_ptr + tl.cast(batch * keys.fetched, tl.int64) * rows * SHAPE.pitch
+        shown = shard_ptr + tl.cast(head, tl.int64) * rows * SHAPE.pitch
+        for unit in range(
+            first_chunk(head, chunks, SHAPE), keys.fetched * chunks, SHAPE.config.copy_programs
         ):
-            first = chunk * COPY_M
+            first = unit % chunks * COPY_M
             last = tl.minimum(first + COPY_M, rows)
-            if is_needed(ring.table, ring.rank, source, first, last, SHAPE):
+            at = (tl.cast(unit // chunks, tl.int64) * rows + first) * SHAPE.pitch
+            if meets(needed, first, last):
                 copy_block(
-                    out_ptr + (tl.cast(head, tl.int64) * rows + first) * SHAPE.pitch,
-                    shard_ptr + (tl.cast(global_head, tl.int64) * rows + first) * SHAPE.pitch,
+                    into + at,
+                    shown + at,
                     last - first,
                     SHAPE.head_dim,
                     SHAPE.pitch,

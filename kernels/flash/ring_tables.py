@@ -169,14 +169,27 @@ def keys_held(table_ptr, source, SHAPE: tl.constexpr):
 @triton.jit
 def is_needed(table_ptr, rank, source, first, last, SHAPE: tl.constexpr):
     """Whether a query of `rank` may see any of rows first .. last - 1 of `source`."""
+    return meets(rows_needed(table_ptr, rank, source, SHAPE), first, last)
+
+
+@triton.jit
+def rows_needed(table_ptr, rank, source, SHAPE: tl.constexpr):
+    """The rows of `source` that a query of `rank` may see: begin and end, in each of two spans.
+
+    If there is one span it is here twice.
+    """
     SPANS: tl.constexpr = SHAPE.spans
     words = table_ptr + SHAPE.world_size * (2 * SPANS * 3 + 2)
     words += (rank * SHAPE.world_size + source) * SPANS * 2
-    found = False
-    for span in tl.static_range(SPANS):
-        begin, end = tl.load(words + 2 * span), tl.load(words + 2 * span + 1)
-        found |= (first < end) & (begin < last)
-    return found
+    last = words + 2 * (SPANS - 1)
+    return tl.load(words), tl.load(words + 1), tl.load(last), tl.load(last + 1)
+
+
+@triton.jit
+def meets(needed, first, last):
+    """Whether any of rows first .. last - 1 are among those of `rows_needed`."""
+    begin, end, begin_2, end_2 = needed
+    return ((first < end) & (begin < last)) | ((first < end_2) & (begin_2 < last))
 
 
 @triton.jit

@@ -96,15 +96,15 @@ def fetch_queries(call, ring, source, SHAPE: tl.constexpr):
     q, dout = area_ptr(ring, source, areas.q, dtype), area_ptr(ring, source, areas.dout, dtype)
     lse = area_ptr(ring, source, areas.lse, tl.float32)
     delta = area_ptr(ring, source, areas.delta, tl.float32)
-    for head in range(B * fetched.count):
-        global_head = head // fetched.count * H + fetched.first + head % fetched.count
-        for chunk in range(
-            first_chunk(global_head, chunks, SHAPE), chunks, SHAPE.config.copy_programs
+    for batch in range(B):
+        first = batch * H + fetched.first
+        for unit in range(
+            first_chunk(first, chunks, SHAPE), fetched.count * chunks, SHAPE.config.copy_programs
         ):
-            row = chunk * COPY_M
+            head, row = unit // chunks, unit % chunks * COPY_M
             rows = tl.minimum(COPY_M, n - row)
-            to = tl.cast(head, tl.int64) * n + row
-            at = tl.cast(global_head, tl.int64) * n + row
+            to = tl.cast(batch * fetched.count + head, tl.int64) * n + row
+            at = tl.cast(first + head, tl.int64) * n + row
             copy_block(
                 to_q + to * PITCH, q + at * PITCH, rows, SHAPE.head_dim, PITCH, PITCH, 1, COPY_M,
                 SHAPE.block_d,

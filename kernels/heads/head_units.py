@@ -145,7 +145,7 @@ def collect_rows(
             at += tile.row
             copy_block(
                 out_ptr + at * D, area + at * SHAPE.pitch, tile.length, D, D, SHAPE.pitch, 1,
-                SHAPE.config.copy_m, SHAPE.block_d,
+                BLOCK, SHAPE.block_d,
             )  # fmt: skip
             if numbers is not None:
                 rows = tl.arange(0, BLOCK)
