@@ -62,7 +62,7 @@ def quantize_block(
             values = tl.where(place.inside, tl.abs(block.to(tl.float32)), 0.0)
             largest = tl.maximum(largest, values)
         scales = tl.reduce(largest, 1, tl.standard._elementwise_max) / 448.0
-        offs_m = number.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        offs_m = tl.cast(number, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         tl.store(scales_ptr + offs_m, scales, mask=offs_m < rows)
         for i in range(first, first + across):
             place = _place_of(i, across, rows, columns, BLOCK_M, BLOCK_N)

@@ -157,9 +157,9 @@ def ring_options(
     dtype: torch.dtype,
     world_size: int,
     chip: Chip,
+    tile_m: int | None,
     num_warps: int,
     num_stages: int,
-    tile_m: int | None = None,
 ) -> dict[str, Any]:
     """RingOptions of shards of at most `rows` queries, by name; heads count over batches.
 

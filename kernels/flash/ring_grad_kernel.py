@@ -66,7 +66,9 @@ def ring_grad_config(
 ) -> RingGradConfig:
     """The launch for shards of at most `rows` queries, `heads` = B * H."""
     dkv_m, dkv_n, dq_m, dq_n, *launched = _grad_tiles(rows, D, dtype, chip)
-    options = ring_call.ring_options(heads, kv_heads, rows, D, dtype, world_size, chip, *launched)
+    options = ring_call.ring_options(
+        heads, kv_heads, rows, D, dtype, world_size, chip, None, *launched
+    )
     reduce_n = 16 if chip is INTERPRETER else 8  # 16 rows spill, 8 bytes on sm_90
     return RingGradConfig(dkv_m, dkv_n, dq_m, dq_n, reduce_n, **options)
 

@@ -72,7 +72,7 @@ def ring_config(
     """The launch for shards of at most `rows` queries, `heads` = B * H."""
     block_m, block_n, *launched = _tile(rows, D, dtype, chip)
     options = ring_call.ring_options(
-        heads, kv_heads, rows, D, dtype, world_size, chip, *launched, tile_m=block_m
+        heads, kv_heads, rows, D, dtype, world_size, chip, block_m, *launched
     )
     return RingConfig(block_m, block_n, **options)
 
