@@ -14,7 +14,15 @@ from sim_cases import COLLECTIVES, KERNELS
 
 from weft import sim
 from weft.collectives.device import addresses, signals, waits
-from weft.kernels.device import copies, gathered_rows, gathered_tiles, gathers, splits, tiles
+from weft.kernels.device import (
+    copies,
+    gathered_rows,
+    gathered_tiles,
+    gathers,
+    splits,
+    tiles,
+    turns,
+)
 from weft.kernels.matmul import (
     all_gather_kernel,
     contract_kernel,
@@ -97,7 +105,7 @@ IN_SIGNALS = [
     fault(
         "no barrier before a signal",
         signals,
-        'are then waited for once.\n    """\n    tl.debug_barrier()',
+        'are then waited for once.\n    """\n    _meet()',
         'are then waited for once.\n    """',
         # The turns of a reduce-scatter have a barrier of their own before its signals.
         but(*GATHERS, *PULLS, *EXPERTS, "gather of rows, direct", "reduce-scatter"),
@@ -306,20 +314,20 @@ IN_KERNELS = [
     fault(
         "partial sums do not wait for peers",
         reduce_scatter_kernel,
-        "return signals.wait_for_peers(",
-        "return rank < WORLD_SIZE or signals.wait_for_peers(",
+        "arrived = signals.wait_for_peers(",
+        "arrived = rank < WORLD_SIZE or signals.wait_for_peers(",
         ("reduce-scatter",),
     ),
     fault(
         "partial sums go to another rank's slot",
-        reduce_scatter_kernel,
-        "slot += rank * slot_stride",
-        "slot += owner * slot_stride",
+        turns,
+        "number = tl.cast(rank, tl.int64) * call.count + tile",
+        "number = tl.cast(owner, tl.int64) * call.count + tile",
         ("reduce-scatter",),
     ),
     fault(
         "partial sums are signalled to lower ranks only",
-        reduce_scatter_kernel,
+        turns,
         "lanes < WORLD_SIZE - 1)",
         "(lanes < WORLD_SIZE - 1) & (peers < rank))",
         ("reduce-scatter",),
@@ -327,7 +335,7 @@ IN_KERNELS = [
     ),
     fault(
         "the signal is that of another program",
-        reduce_scatter_kernel,
+        turns,
         "WORLD_SIZE, 0, rank, firsts)",
         "WORLD_SIZE, 0, rank, 0)",
         ("reduce-scatter",),
@@ -343,7 +351,7 @@ IN_KERNELS = [
     fault(
         "an own tile is read back without a barrier",
         reduce_scatter_kernel,
-        "                    tl.debug_barrier()\n",
+        "        tl.debug_barrier()\n",
         "",
         ("reduce-scatter",),
         message="no tl.debug_barrier between",

@@ -44,6 +44,7 @@ from weft.kernels.device import (
     splits,
     summed_tiles,
     tiles,
+    turns,
 )
 from weft.kernels.expert_kernels import (
     combine_kernel,
@@ -106,6 +107,7 @@ PARTS = (
     rms_norm_kernel,
     flagged_norm_kernel,
     summed_tiles,
+    turns,
     one_shot_kernel,
     ring_tables,
     ring_call,

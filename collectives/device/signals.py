@@ -68,6 +68,7 @@ from weft.collectives.device.failures import (
 from weft.collectives.device.waits import (
     greatest,
     nanoseconds,
+    on_nvidia,
     wait,
     wait_for,
     wait_for_lanes,
@@ -121,6 +122,7 @@ _STATUS = Constant(pad.STATUS)
 _CLAIM = Constant(pad.CLAIM)
 _OVERLAPPED = Constant(pad.OVERLAPPED)
 _HAS_ATOMIC_LOAD = Constant(HAS_ATOMIC_LOAD)
+_INTERPRETED = Constant(INTERPRETED)
 
 
 @triton.jit
@@ -200,6 +202,19 @@ def spoil(ptr, count, SPOILS: tl.constexpr = True):
             tl.store(ptr + offs, nothing, mask=offs < count)
 
 
+@triton.jit
+def _meet():
+    """`tl.debug_barrier`, with which Triton would pipeline no loads of a loop."""
+    if _INTERPRETED:
+        tl.debug_barrier()
+    elif on_nvidia():
+        tl.inline_asm_elementwise(
+            "bar.sync 0; mov.b32 $0, 0;", "=r,~{memory}", [], tl.int32, is_pure=False, pack=1
+        )
+    else:
+        tl.debug_barrier()
+
+
 # Order of a program's own stores before its signal. One thread signals, many stored: in the PTX of
 # sm_80 to sm_100 `debug_barrier` is a bar.sync, then thread 0 issues atom.release.sys.exch; release
 # is cumulative, so that it covers what the other threads stored before the barrier. In the code for
@@ -213,7 +228,7 @@ def signal(ptr, value, mask=None):
 
     `ptr` may be of several slots, a lane each: stores are then waited for once.
     """
-    tl.debug_barrier()
+    _meet()
     if _HAS_ATOMIC_LOAD:
         tl.atomic_store(ptr, value, mask=mask, sem="release", scope="sys")
     else:
@@ -243,7 +258,7 @@ def mark_local(ptr, value):
 
     No store is waited for, so it costs no more than a store.
     """
-    tl.debug_barrier()
+    _meet()
     if _HAS_ATOMIC_LOAD:
         tl.atomic_store(ptr, value, sem="relaxed", scope="gpu")
     else:

@@ -47,7 +47,7 @@ class SumConfig:
 @dataclass(frozen=True)
 class SumVariant:
     """What is compiled into a kernel. `row_words`: of a tile's row on the `wire`. `by_switch`:
-    whether the NVLink switch adds up.
+    whether the NVLink switch adds up. `senders`: see `turns`. `flattened`: see there.
     """
 
     world_size: int
@@ -61,6 +61,13 @@ class SumVariant:
     reduce_m: int
     split: int
     by_switch: bool = False
+    senders: int = 1
+    flattened: bool = False
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts K is cut."""
+        return 1
 
 
 class Terms(NamedTuple):
@@ -123,7 +130,14 @@ def tile_product(
             x_descs[i], begin + start_m, terms.ws[i], None, w_descs[i], None, start_n, N, first_k,
             0, last_k, TILES, V.even_k, V.x_transposed, V.w_transposed,
         )  # fmt: skip
+    return scaled(terms, acc, begin, start_m, start_n, M, N, V)
+
+
+@triton.jit
+def scaled(terms, acc, begin, start_m, start_n, M, N, V: tl.constexpr):
+    """The sums of a tile times the scales of fp8 operands."""
     if terms.row_scales.ptr is not None:
+        rows = begin + tiles.wrapped(start_m, M, V.tiles.block_m)
         scales = terms.row_scales.ptr + rows.to(tl.int64) * terms.row_scales.stride
         acc = outputs.times_rows(acc, scales, rows >= 0)
     return outputs.times_columns(acc, terms.column_scales, start_n, N)

@@ -25,10 +25,13 @@ program that has waited too long goes on.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from weft.collectives.device import signals
+from weft.kernels.device import flattened, partial_sums, summed_tiles, tiles
 
 
 @triton.jit
@@ -38,7 +41,7 @@ def follows(program, programs, SENDERS: tl.constexpr):
 
 
 @triton.jit
-def wait_turn(
+def _wait_turn(
     link, rank, program, generation, sends, WORLD_SIZE: tl.constexpr, SENDERS: tl.constexpr
 ):
     """Wait for the turn of `program` before its send number `sends` (from 0)."""
@@ -49,14 +52,140 @@ def wait_turn(
 
 
 @triton.jit
-def end_turn(link, rank, program, generation, sends, WORLD_SIZE: tl.constexpr):
+def _end_turn(link, rank, program, generation, sends, WORLD_SIZE: tl.constexpr):
     """Announce that `program` has sent `sends` times in this call."""
     word = signals.slot_ptr(link.signal_ptrs, rank, WORLD_SIZE, 1, rank, program)
     signals.mark_local(word, (generation << 32) + sends)
 
 
 @triton.jit
-def end_all(link, rank, program, generation, WORLD_SIZE: tl.constexpr):
+def _end_all(link, rank, program, generation, WORLD_SIZE: tl.constexpr):
     """Announce that `program` sends no more in this call."""
     word = signals.slot_ptr(link.signal_ptrs, rank, WORLD_SIZE, 1, rank, program)
     signals.mark_local(word, (generation + 1) << 32)
+
+
+class Sending(NamedTuple):
+    """What tiles need to know of a call. Fields: Terms, and their descriptors; columns; the call's
+    `link`, `offsets`, `rank` and `generation`; the program and how many there are; rows, columns
+    and number of tiles of a chunk; how many of the program's tiles lie before those of rank 0, and
+    how many are peers'.
+    """
+
+    terms: Any
+    x_descs: Any
+    w_descs: Any
+    N: Any
+    link: Any
+    offsets: Any
+    rank: Any
+    generation: Any
+    program: Any
+    programs: Any
+    tiles_m: Any
+    tiles_n: Any
+    count: Any
+    ahead: Any
+    away: Any
+
+
+@triton.jit
+def _place(call, item, V: tl.constexpr):
+    """Of the program's tile `item`: its owner, its number in the chunk, row and column of its
+    first element there, the row of x where the chunk begins, and the chunk's rows.
+    """
+    WORLD_SIZE: tl.constexpr = V.world_size
+    number = call.program + (item - call.ahead) * call.programs
+    if item < call.ahead:
+        sent = (call.rank + 1) * call.count
+        first = tiles.first_of(sent, call.program, call.programs)
+        number = sent + first + item * call.programs
+    owner = number // call.count
+    tile = number - owner * call.count
+    start_m, start_n = summed_tiles.tile_place(tile, call.tiles_m, call.tiles_n, V)
+    begin = tiles.element(call.offsets, owner, WORLD_SIZE)
+    rows = tiles.element(call.offsets, owner + 1, WORLD_SIZE + 1) - begin
+    return owner, tile, start_m, start_n, begin, rows
+
+
+@triton.jit
+def _items_of(call, V: tl.constexpr):
+    """How many tiles the program makes."""
+    left = tiles.cdiv((call.rank + 1) * call.count - call.program, call.programs)
+    return call.ahead + tl.maximum(left, 0)
+
+
+@triton.jit
+def _begin_tile(call, item, part, until, V: tl.constexpr):
+    """BEGIN of `weft.kernels.device.flattened`."""
+    _, _, start_m, start_n, begin, _ = _place(call, item, V)
+    return call.x_descs[0], begin + start_m, start_n, True
+
+
+@triton.jit
+def _finish_tile(call, acc, second, item, ready, V: tl.constexpr):
+    """FINISH of `weft.kernels.device.flattened`."""
+    _, _, start_m, start_n, begin, rows = _place(call, item, V)
+    acc = summed_tiles.scaled(call.terms, acc, begin, start_m, start_n, rows, call.N, V)
+    _send_tile(call, acc, item, V)
+
+
+@triton.jit
+def _send_tile(call, acc, item, V: tl.constexpr):
+    """Store a tile in its owner's slot, in turn, and signal after the last one of peers."""
+    WORLD_SIZE: tl.constexpr = V.world_size
+    SENDERS: tl.constexpr = V.senders
+    WIRE: tl.constexpr = V.wire
+    link, rank, program, generation = call.link, call.rank, call.program, call.generation
+    owner, tile, _, _, _, _ = _place(call, item, V)
+    if item < call.away:
+        _wait_turn(link, rank, program, generation, item, WORLD_SIZE, SENDERS)
+    slot = summed_tiles.half_of(link, owner, generation)
+    number = tl.cast(rank, tl.int64) * call.count + tile
+    partial_sums.send_block(slot + number * (V.tiles.block_m * V.row_words), acc, WIRE)
+    _end_tile(call, item, V)
+
+
+@triton.jit
+def _end_tile(call, item, V: tl.constexpr):
+    """Let the next program send, and signal after the last tile of peers."""
+    WORLD_SIZE: tl.constexpr = V.world_size
+    if item < call.away - 1:
+        _end_turn(call.link, call.rank, call.program, call.generation, item + 1, WORLD_SIZE)
+    elif item == call.away - 1:
+        _announce(call, V)
+
+
+@triton.jit
+def _announce(call, V: tl.constexpr):
+    """Tell all peers that their tiles are there."""
+    WORLD_SIZE: tl.constexpr = V.world_size
+    link, rank = call.link, call.rank
+    _end_all(link, rank, call.program, call.generation, WORLD_SIZE)
+    lanes, peers = signals.peer_lanes(rank + 1, WORLD_SIZE)
+    firsts = tiles.first_of(peers * call.count, call.program, call.programs)
+    words = signals.slot_ptr(link.signal_ptrs, peers, WORLD_SIZE, 0, rank, firsts)
+    signals.signal(words, call.generation, lanes < WORLD_SIZE - 1)
+
+
+@triton.jit
+def make_tiles(call, V: tl.constexpr):
+    """Make and send the tiles of a program, and signal."""
+    if call.away == 0:
+        _announce(call, V)
+    if V.flattened:
+        flattened.multiply_tiles(
+            call, call.x_descs[0], call.w_descs[0], None, call.terms.Ks[0], 0, 1, _items_of,
+            _begin_tile, _finish_tile, V,
+        )  # fmt: skip
+    else:
+        for item in range(_items_of(call, V)):
+            _, _, start_m, start_n, begin, rows = _place(call, item, V)
+            if start_m < rows:
+                acc = summed_tiles.tile_product(
+                    call.terms, call.x_descs, call.w_descs, begin, start_m, start_n, rows, call.N,
+                    0, V,
+                )  # fmt: skip
+                _send_tile(call, acc, item, V)
+            else:
+                _end_tile(call, item, V)

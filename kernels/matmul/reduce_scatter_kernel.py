@@ -24,7 +24,8 @@ what program p has made on each peer, and the work is even although a chunk may 
 than there are programs. Within chunk d these are tiles f, f + P, ..; signals name f, not p.
 
 Programs take turns to send (`weft.kernels.device.turns`): all finish a tile at the same time, and
-would otherwise all wait for the link after each.
+would otherwise all wait for the link after each. By descriptor, the tiles of a program are made in
+one loop (`weft.kernels.device.flattened`).
 
 Protocol, in each program p
   1. For the destinations rank+1, rank+2, ..., rank-1: make the tiles and store them in the owner's
@@ -32,10 +33,9 @@ Protocol, in each program p
   2. Signal the words (0, rank, f) of all peers, f being the first tile of that peer's chunk, also
      for empty chunks: release at system scope. Earlier signals would help nobody, and each would
      wait until the peer has acknowledged what was stored.
-  3. Make the tiles of the rank's own chunk and store them in its own slot `rank`. After the first:
-     wait for the words (0, r, f) of all peers r, f now of the own chunk (acquire, system scope),
-     after which slots r hold p's tiles. Add up each tile's slots in rank order and store the
-     output, while other programs, staggered by their turns, still multiply.
+  3. Make the tiles of the rank's own chunk and store them in its own slot `rank`. Wait for the
+     words (0, r, f) of all peers r, f now of the own chunk (acquire, system scope), after which
+     slots r hold p's tiles. Add up each tile's slots in rank order and store the output.
   4. Take a ticket; the last program sets GENERATION.
 
 Why it neither races nor deadlocks: no program waits for a peer before it has signalled everything,
@@ -52,7 +52,7 @@ through L2 for 1/W of the tiles is cheaper than the smaller tile which that woul
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -63,7 +63,7 @@ from weft.collectives import Group, Workspace, workspace
 from weft.collectives.device import signals
 from weft.collectives.device.launches import launching
 from weft.collectives.memory.workspace import check_room, link_of
-from weft.kernels.device import partial_sums, summed_tiles, tiles, turns
+from weft.kernels.device import summed_tiles, tiles, turns
 from weft.kernels.device.partial_sums import wire_of
 from weft.kernels.device.summed_tiles import Products, SumConfig, slot_bytes, tile_count
 from weft.kernels.engine import tuning
@@ -80,9 +80,12 @@ from weft.kernels.matmul import one_shot_kernel
 
 @dataclass(frozen=True)
 class ReduceScatterConfig(SumConfig):
-    """Also `senders`: how many programs store tiles to peers at a time; see `turns`."""
+    """Also `senders`: how many programs store tiles to peers at a time; see `turns`. `flattened`:
+    whether tiles that descriptors read are made in one loop, if all chunks have as many.
+    """
 
     senders: int = 1
+    flattened: bool = not signals.INTERPRETED
 
 
 def reduce_scatter_config(
@@ -142,14 +145,6 @@ def workspace_for(
     return workspace(group, nbytes, channel="scatter", device=x.device)
 
 
-@triton.jit
-def _wait_for_sums(link, rank, first, generation, WORLD_SIZE: tl.constexpr):
-    """Whether all peers have sent their partial sums of the tiles that begin with `first`."""
-    return signals.wait_for_peers(
-        link.signal_ptrs, rank, WORLD_SIZE, 0, first, generation, link.timeout_ns
-    )
-
-
 @triton.jit(do_not_specialize=["chunk", "rank"])
 def _matmul_reduce_scatter_kernel(
     out_ptr,  # (rows of the own chunk, N)
@@ -167,7 +162,6 @@ def _matmul_reduce_scatter_kernel(
     chunk,
     rank,
     V: tl.constexpr,
-    SENDERS: tl.constexpr,
 ) -> None:
     """out = scale * sum over ranks of sum_i x_i @ w_i, own chunk, + bias + residual.
 
@@ -180,60 +174,36 @@ def _matmul_reduce_scatter_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     generation = signals.begin_call(link.signal_ptrs, rank)
     WORLD_SIZE: tl.constexpr = V.world_size
-    WIRE: tl.constexpr = V.wire
     BLOCK: tl.constexpr = V.tiles.block_m * V.row_words
     tiles_m, tiles_n = tiles.cdiv(chunk, V.tiles.block_m), tiles.cdiv(N, V.tiles.block_n)
     count = tiles_m * tiles_n
-    slot_stride = tl.cast(count, tl.int64) * BLOCK
-    own_slots = summed_tiles.half_of(link, rank, generation)
-    sends = 0
-    waited, arrived = False, False
-    for step in range(1, WORLD_SIZE + 1):
-        owner = (rank + step) % WORLD_SIZE
-        away = owner != rank
-        if not away:
-            turns.end_all(link, rank, program, generation, WORLD_SIZE)
-            lanes, peers = signals.peer_lanes(rank + 1, WORLD_SIZE)
-            firsts = tiles.first_of(peers * count, program, programs)
-            words = signals.slot_ptr(link.signal_ptrs, peers, WORLD_SIZE, 0, rank, firsts)
-            signals.signal(words, generation, lanes < WORLD_SIZE - 1)
-        begin = tiles.element(offsets, owner, WORLD_SIZE)
-        rows = tiles.element(offsets, owner + 1, WORLD_SIZE + 1) - begin
-        slot = summed_tiles.half_of(link, owner, generation)
-        slot += rank * slot_stride
-        first = tiles.first_of(owner * count, program, programs)
+    # The program's first tile of the own chunk, and how many it makes for others before.
+    first = tiles.first_of(rank * count, program, programs)
+    after = tiles.first_of((rank + 1) * count, program, programs)
+    ahead = tiles.cdiv(tl.maximum((WORLD_SIZE - 1 - rank) * count - after, 0), programs)
+    away = ahead + tiles.cdiv(tl.maximum(rank * count - program, 0), programs)
+    call = turns.Sending(
+        terms, (x_desc, x_desc_2, x_desc_3), (w_desc, w_desc_2, w_desc_3), N, link, offsets, rank,
+        generation, program, programs, tiles_m, tiles_n, count, ahead, away,
+    )  # fmt: skip
+    turns.make_tiles(call, V)
+    arrived = signals.wait_for_peers(
+        link.signal_ptrs, rank, WORLD_SIZE, 0, first, generation, link.timeout_ns
+    )
+    rows = tiles.element(offsets, rank + 1, WORLD_SIZE + 1)
+    rows -= tiles.element(offsets, rank, WORLD_SIZE)
+    if arrived:
+        # Other threads stored the own tiles than will read them next.
+        tl.debug_barrier()
+        slots = summed_tiles.half_of(link, rank, generation)
         for tile in range(first, count, programs):
             start_m, start_n = summed_tiles.tile_place(tile, tiles_m, tiles_n, V)
-            if start_m < rows:
-                acc = summed_tiles.tile_product(
-                    terms, (x_desc, x_desc_2, x_desc_3), (w_desc, w_desc_2, w_desc_3),
-                    begin, start_m, start_n, rows, N, 0, V,
-                )  # fmt: skip
-                if away:
-                    turns.wait_turn(link, rank, program, generation, sends, WORLD_SIZE, SENDERS)
-                offs = tl.cast(tile, tl.int64) * BLOCK
-                partial_sums.send_block(slot + offs, acc, WIRE)
-                if away:
-                    sends += 1
-                    turns.end_turn(link, rank, program, generation, sends, WORLD_SIZE)
-                else:
-                    if not waited:
-                        arrived = _wait_for_sums(link, rank, first, generation, WORLD_SIZE)
-                        waited = True
-                    # Other threads stored this tile than will read it next.
-                    tl.debug_barrier()
-                    if arrived:
-                        summed_tiles.collect(
-                            out_ptr, own_slots + offs, slot_stride, finish, start_m, start_n, rows,
-                            N, V,
-                        )  # fmt: skip
-    if not waited:
-        first = tiles.first_of(rank * count, program, programs)
-        _wait_for_sums(link, rank, first, generation, WORLD_SIZE)
+            summed_tiles.collect(
+                out_ptr, slots + tl.cast(tile, tl.int64) * BLOCK, tl.cast(count, tl.int64) * BLOCK,
+                finish, start_m, start_n, rows, N, V,
+            )  # fmt: skip
     if signals.end_call(link.signal_ptrs, rank, generation):
-        own_rows = tiles.element(offsets, rank + 1, WORLD_SIZE + 1)
-        own_rows -= tiles.element(offsets, rank, WORLD_SIZE)
-        signals.spoil(out_ptr, tl.cast(own_rows, tl.int64) * N)
+        signals.spoil(out_ptr, tl.cast(rows, tl.int64) * N)
 
 
 def launch_matmul_reduce_scatter(
@@ -275,8 +245,12 @@ def launch_matmul_reduce_scatter(
         # With a loop for each term and four stages, the widest tiles spill 24 bytes.
         options["num_stages"] = min(options["num_stages"], 3)
     given, variant = products.arguments(ws, config, out.dtype, row_starts=offsets)
+    # In one loop all tiles are multiplied, also those past the end of a chunk.
+    alike = len({-(-size // config.tiling.block_m) for size in sizes}) == 1
+    in_one_loop = config.flattened and len(xs) == 1 and given[1] is not None and alike
+    in_one_loop = in_one_loop and not variant.x_transposed
+    variant = replace(variant, senders=config.senders, flattened=in_one_loop)
     launching(_matmul_reduce_scatter_kernel, config.programs)(
-        out, *given, link_of(ws), offsets, N, chunk, ws.rank, V=variant, SENDERS=config.senders,
-        **options,
-    )  # fmt: skip
+        out, *given, link_of(ws), offsets, N, chunk, ws.rank, V=variant, **options
+    )
     return out

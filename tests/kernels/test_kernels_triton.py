@@ -193,11 +193,14 @@ def reduce_scatter(count: int, seed: int) -> None:
         scale = 1.0 if index % 5 else 1 / W
         config = scatter_config(index, max(sizes), N, dtype, W)
         residual = matrix(sizes[rank], N, dtype, 70 + rank, layouts[2]) if index % 2 else None
-        y = reduce_scatter_kernel.launch_matmul_reduce_scatter(
-            xs[rank], weights[rank], ws, sizes, bias=bias, residual=residual, scale=scale,
-            config=config,
+        launch = partial(
+            reduce_scatter_kernel.launch_matmul_reduce_scatter, xs[rank], weights[rank], ws, sizes,
+            bias=bias, residual=residual, scale=scale,
         )  # fmt: skip
+        y = launch(config=config)
         ws.check("reduce_scatter")
+        if isinstance(config, reduce_scatter_kernel.ReduceScatterConfig) and terms == 1:
+            assert torch.equal(y, launch(config=replace(config, flattened=True))), case
         want = sum(
             x.double() @ w.double()
             for a, b in zip(xs, weights, strict=True)
