@@ -13,6 +13,10 @@ Of 24 bits, four numbers, a quarter of the row apart, make three words:
     word 1   number 3, bits 16-23 | number 1, bits 8-31         numbers from 2^128 (1 - 2^-17) on
     word 2   number 3, bits 24-31 | number 2, bits 8-31         round to infinity
 
+Whole tiles lie in stripes of 16 rows, each a plane of its words 0, then one of words 1 and of 2. In
+a plane (16, C), row 8 b + r and column 8 j + 2 q + e follow each other as j, r, q, b, e: so each
+thread of NVIDIA's matrix units holds 16 bytes that lie together, and a warp 512, of its sums.
+
 The NVLink switch can add up instead what lies at one place of every rank: in fp32, or in 16 bits,
 where it adds both halves of a word, whichever numbers they are; of 24 bits it could add nothing.
 
@@ -55,7 +59,7 @@ def wire_of(out_dtype: torch.dtype, wire_dtype: torch.dtype | None = None) -> Wi
 
 
 @triton.jit
-def _bits(x):
+def upper_bits(x):
     """fp32 as uint32, rounded to its upper 24 bits, ties away from zero; the lower 8 are noise."""
     bits = x.to(tl.uint32, bitcast=True)
     # The NaN of tensor cores, 0x7fffffff, would become -0.
@@ -63,13 +67,13 @@ def _bits(x):
 
 
 @triton.jit
-def _packed_word(x, last):
+def packed_word(x, last):
     """The upper 24 bits of x, fp32, below the lowest 8 bits of `last`."""
-    return ((_bits(x) >> 8) | (last << 24)).to(tl.float32, bitcast=True)
+    return ((upper_bits(x) >> 8) | (last << 24)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _unpacked(u, v, w):
+def unpacked(u, v, w):
     """The four numbers that these three words were made of."""
     u = u.to(tl.uint32, bitcast=True)
     v = v.to(tl.uint32, bitcast=True)
@@ -84,7 +88,7 @@ def _unpacked(u, v, w):
 
 
 @triton.jit
-def _pair(left, right, BFLOAT16: tl.constexpr):
+def pair(left, right, BFLOAT16: tl.constexpr):
     """Two numbers rounded to 16 bits, in one word."""
     dtype: tl.constexpr = tl.bfloat16 if BFLOAT16 else tl.float16
     low = rounded(left, dtype).to(tl.uint16, bitcast=True).to(tl.uint32)
@@ -93,8 +97,8 @@ def _pair(left, right, BFLOAT16: tl.constexpr):
 
 
 @triton.jit
-def _parted(word, BFLOAT16: tl.constexpr):
-    """The inverse of `_pair`, in fp32."""
+def parted(word, BFLOAT16: tl.constexpr):
+    """The inverse of `pair`, in fp32."""
     bits = word.to(tl.uint32, bitcast=True)
     if BFLOAT16:
         left = (bits << 16).to(tl.float32, bitcast=True)
@@ -106,118 +110,133 @@ def _parted(word, BFLOAT16: tl.constexpr):
 
 
 @triton.jit
-def send_rows(row_ptrs, acc, inside, WIRE: tl.constexpr):
-    """Send rows of partial sums to row_ptrs (ROWS, 1): those `inside` (ROWS, 1), or all if None."""
-    COLUMNS: tl.constexpr = acc.shape[1]
-    if WIRE.bits == 16:
+def _store_plane(plane_ptr, words, V: tl.constexpr):
+    """Store the words of a tile's plane, (block_m, V.plane)."""
+    PITCH: tl.constexpr = V.stripe * V.row_words
+    if V.stripe == 16:
+        STRIPES: tl.constexpr = V.tiles.block_m // 16
+        words = words.reshape(STRIPES, 2, 8, V.plane // 8, 4, 2).permute(3, 0, 2, 4, 1, 5)
+        words = words.reshape(V.plane // 8, STRIPES * 128)
+        along = tl.arange(0, STRIPES * 128)
+        # Two dims, of which the last is contiguous, so that its layout is that of the words.
+        offs = tl.arange(0, V.plane // 8)[:, None] * 128
+        offs += (along // 128 * PITCH + along % 128)[None, :]
+    else:
+        offs = tl.arange(0, V.tiles.block_m)[:, None] * PITCH + tl.arange(0, V.plane)[None, :]
+    tl.store(plane_ptr + offs, words)
+
+
+@triton.jit
+def send_tile(tile_ptr, acc, V: tl.constexpr):
+    """Send a whole tile of partial sums, in stripes: V is a SumVariant."""
+    PLANE: tl.constexpr = V.stripe * V.plane
+    if V.wire.bits == 16:
         left, right = tiles.halves(acc)
-        ptrs = row_ptrs + tl.arange(0, COLUMNS // 2)[None, :]
-        tl.store(ptrs, _pair(left, right, WIRE.bfloat16), mask=inside)
-    elif WIRE.bits == 24:
-        QUARTER: tl.constexpr = COLUMNS // 4
-        ptrs = row_ptrs + tl.arange(0, QUARTER)[None, :]
+        _store_plane(tile_ptr, pair(left, right, V.wire.bfloat16), V)
+    elif V.wire.bits == 24:
         left, right = tiles.halves(acc)
         a, b = tiles.halves(left)
         c, d = tiles.halves(right)
-        last = _bits(d)
-        # One after the other: all three at once take more registers.
-        tl.store(ptrs, _packed_word(a, last >> 8), mask=inside)
-        tl.store(ptrs + QUARTER, _packed_word(b, last >> 16), mask=inside)
-        tl.store(ptrs + 2 * QUARTER, _packed_word(c, last >> 24), mask=inside)
-    elif COLUMNS > 128:
-        left, right = tiles.halves(acc)
-        ptrs = row_ptrs + tl.arange(0, COLUMNS // 2)[None, :]
-        tl.store(ptrs, left, mask=inside)
-        tl.store(ptrs + COLUMNS // 2, right, mask=inside)
+        last = upper_bits(d)
+        _store_plane(tile_ptr, packed_word(a, last >> 8), V)
+        _store_plane(tile_ptr + PLANE, packed_word(b, last >> 16), V)
+        _store_plane(tile_ptr + 2 * PLANE, packed_word(c, last >> 24), V)
     else:
-        tl.store(row_ptrs + tl.arange(0, COLUMNS)[None, :], acc, mask=inside)
+        _store_plane(tile_ptr, acc, V)
 
 
 @triton.jit
-def send_block(block_ptr, acc, WIRE: tl.constexpr, rows_left=None):
-    """Send a tile of partial sums: its first `rows_left` rows, or all."""
-    rows = tl.arange(0, acc.shape[0])[:, None]
-    inside = None
-    if rows_left is not None:
-        inside = rows < rows_left
-    send_rows(block_ptr + rows * (acc.shape[1] * WIRE.bits // 32), acc, inside, WIRE)
-
-
-@triton.jit
-def sum_of_slots(
-    part_ptr,  # of a tile in slot 0: its first row there
-    slot_stride,  # words
-    inside,  # (ROWS, 1), whether each row was written; None: all were
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WIRE: tl.constexpr,
-    COUNT: tl.constexpr,
-):
-    """Rows of a tile, added up over COUNT slots in order: (ROWS, COLUMNS) fp32."""
-    rows = tl.arange(0, ROWS)[:, None] * (COLUMNS * WIRE.bits // 32)
-    if WIRE.bits == 16:
-        offs = rows + tl.arange(0, COLUMNS // 2)[None, :]
-        left, right = _parted(tl.load(part_ptr + offs, mask=inside), WIRE.bfloat16)
-        for slot in tl.static_range(1, COUNT):
-            word = tl.load(part_ptr + slot * slot_stride + offs, mask=inside)
-            next_left, next_right = _parted(word, WIRE.bfloat16)
-            left += next_left
-            right += next_right
-        total = tiles.beside(left, right)
-    elif WIRE.bits == 24:
-        offs = rows + tl.arange(0, COLUMNS // 4)[None, :]
-        a, b, c, d = _load_packed(part_ptr, offs, inside)
-        for slot in tl.static_range(1, COUNT):
-            next_a, next_b, next_c, next_d = _load_packed(
-                part_ptr + slot * slot_stride, offs, inside
-            )
-            a += next_a
-            b += next_b
-            c += next_c
-            d += next_d
-        total = tiles.beside(tiles.beside(a, b), tiles.beside(c, d))
+def load_parts(rows_ptr, V: tl.constexpr):
+    """V.reduce_m rows that `send_tile` has sent, fp32: all, halves or quarters of their columns,
+    each (stripes, numbers).
+    """
+    PLANE: tl.constexpr = V.stripe * V.plane
+    offs = tl.arange(0, V.reduce_m // V.stripe)[:, None] * (V.stripe * V.row_words)
+    ptrs = rows_ptr + offs + tl.arange(0, PLANE)[None, :]
+    if V.wire.bits == 16:
+        parts = parted(tl.load(ptrs), V.wire.bfloat16)
+    elif V.wire.bits == 24:
+        parts = unpacked(tl.load(ptrs), tl.load(ptrs + PLANE), tl.load(ptrs + 2 * PLANE))
     else:
-        offs = rows + tl.arange(0, COLUMNS)[None, :]
-        total = tl.load(part_ptr + offs, mask=inside)
-        for slot in tl.static_range(1, COUNT):
-            total += tl.load(part_ptr + slot * slot_stride + offs, mask=inside)
-    return total
+        parts = (tl.load(ptrs),)
+    return parts
 
 
 @triton.jit
-def _load_packed(part_ptr, offs, inside):
-    QUARTER: tl.constexpr = offs.shape[1]
-    u = tl.load(part_ptr + offs, mask=inside)
-    v = tl.load(part_ptr + QUARTER + offs, mask=inside)
-    w = tl.load(part_ptr + 2 * QUARTER + offs, mask=inside)
-    return _unpacked(u, v, w)
+def empty_parts(V: tl.constexpr):
+    """Parts to which others can be added, bit by bit: -0 + x is x."""
+    empty = tl.full((V.reduce_m // V.stripe, V.stripe * V.plane), -0.0, dtype=tl.float32)
+    parts = (empty,)
+    if V.wire.bits == 16:
+        parts = (empty, empty)
+    elif V.wire.bits == 24:
+        parts = (empty, empty, empty, empty)
+    return parts
 
 
 @triton.jit
-def sum_of_ranks(
-    link,
-    multicast_ptr,
-    at,  # bytes into every rank's data: the first of the rows
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WIRE: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
-):
-    """Rows of a tile, added up over the ranks in the switch's order: (ROWS, COLUMNS) fp32."""
-    tl.static_assert(WIRE.bits != 24, "the switch adds up numbers of 32 and of 16 bits")
-    WORDS: tl.constexpr = COLUMNS * WIRE.bits // 32
-    VECTORS: tl.constexpr = ROWS * WORDS // 4
+def added(a, b):
+    """Parts added up, each to each."""
+    sums = (a[0] + b[0],)
+    if len(a) == 2:
+        sums = (a[0] + b[0], a[1] + b[1])
+    elif len(a) == 4:
+        sums = (a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3])
+    return sums
+
+
+@triton.jit
+def beside(parts):
+    """Parts in the order of rows as rows."""
+    rows = parts[0]
+    if len(parts) == 2:
+        rows = tiles.beside(parts[0], parts[1])
+    elif len(parts) == 4:
+        rows = tiles.beside(tiles.beside(parts[0], parts[1]), tiles.beside(parts[2], parts[3]))
+    return rows
+
+
+@triton.jit
+def _as_rows(part, V: tl.constexpr):
+    if V.stripe == 16:
+        part = part.reshape(V.reduce_m // 16, V.plane // 8, 8, 4, 2, 2)
+        part = part.permute(0, 4, 2, 1, 3, 5).reshape(V.reduce_m, V.plane)
+    return part
+
+
+@triton.jit
+def joined(parts, V: tl.constexpr):
+    """The rows whose parts these are: (V.reduce_m, block_n)."""
+    if len(parts) == 4:
+        parts = (
+            _as_rows(parts[0], V), _as_rows(parts[1], V), _as_rows(parts[2], V),
+            _as_rows(parts[3], V),
+        )  # fmt: skip
+    elif len(parts) == 2:
+        parts = (_as_rows(parts[0], V), _as_rows(parts[1], V))
+    else:
+        parts = (_as_rows(parts[0], V),)
+    return beside(parts)
+
+
+@triton.jit
+def sum_of_ranks(link, multicast_ptr, at, V: tl.constexpr):
+    """Rows that lie `at` bytes into every rank's data, as `send_tile` has stored them there, added
+    up over the ranks in the switch's order: (V.reduce_m, block_n) fp32.
+    """
+    tl.static_assert(V.wire.bits != 24, "the switch adds up numbers of 32 and of 16 bits")
+    STRIPES: tl.constexpr = V.reduce_m // V.stripe
+    VECTORS: tl.constexpr = V.reduce_m * V.row_words // 4
     places = at + tl.arange(0, VECTORS).to(tl.int64) * 16
     every = tl.arange(0, VECTORS) >= 0
-    if WIRE.bits == 16:
-        HALF: tl.constexpr = tl.bfloat16 if WIRE.bfloat16 else tl.float16
-        sums = switch.load_sums(link, multicast_ptr, places, every, HALF, WORLD_SIZE)
-        left, right = tl.split(tl.reshape(sums, (ROWS, WORDS, 2)))
-        total = tiles.beside(left, right)
+    if V.wire.bits == 16:
+        HALF: tl.constexpr = tl.bfloat16 if V.wire.bfloat16 else tl.float16
+        sums = switch.load_sums(link, multicast_ptr, places, every, HALF, V.world_size)
+        parts = tl.split(tl.reshape(sums, (STRIPES, V.stripe * V.plane, 2)))
     else:
-        sums = switch.load_sums(link, multicast_ptr, places, every, tl.float32, WORLD_SIZE)
-        total = tl.reshape(sums, (ROWS, COLUMNS))
-    return total
+        sums = switch.load_sums(link, multicast_ptr, places, every, tl.float32, V.world_size)
+        parts = (tl.reshape(sums, (STRIPES, V.stripe * V.plane)),)
+    return joined(parts, V)
 
 
 @triton.jit

@@ -36,12 +36,14 @@ class SumConfig:
         programs: grid.
         reduce_m: rows of a tile that are added up at a time.
         descriptors: whether operands that allow it are read by tensor descriptor.
+        ahead_bytes: shared memory for partial sums that are on their way to where they are added.
     """
 
     tiling: Tiling
     programs: int
     reduce_m: int
     descriptors: bool
+    ahead_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,20 @@ class SumVariant:
     row_words: int
     reduce_m: int
     split: int
+    slot_stages: int
     by_switch: bool = False
     senders: int = 1
     flattened: bool = False
+
+    @property
+    def plane(self) -> int:
+        """Words of a row, one for each number, or for two or four of them."""
+        return self.row_words // (3 if self.wire.bits == 24 else 1)
+
+    @property
+    def stripe(self) -> int:
+        """Rows of a tile that are sent together; see `partial_sums`."""
+        return 16 if self.reduce_m % 16 == 0 and self.plane % 8 == 0 else 1
 
     @property
     def parts(self) -> int:
@@ -149,12 +162,11 @@ def collect(
     tile_ptr,  # of the tile in slot 0
     slot_stride,  # words
     finish,
-    start_m,  # row of out that the tile begins with; may be negative if it STRADDLES
+    start_m,  # row of out that the tile begins with
     start_n,
     rows,
     N,
     V: tl.constexpr,
-    STRADDLES: tl.constexpr = False,  # rows of out alone have been sent here, not whole tiles
     show: tl.constexpr = None,  # a function: show(total, its first row in the tile, shown, V)
     shown=None,
     switched=None,  # link, multicast address, and bytes to where the tile lies on every rank
@@ -162,34 +174,42 @@ def collect(
     """out = scale * (the tile's sum over slots in rank order) + bias + residual.
 
     Given `switched`, the sum is what the switch makes of the tiles that lie there, not of slots.
-    V.reduce_m rows at a time, of which those inside of out are stored.
+    V.reduce_m rows at a time, of which those inside of out are stored. In one loop over rows and
+    slots: what V.slot_stages - 1 of its steps add is on its way from memory.
     """
-    WIRE: tl.constexpr = V.wire
-    for part in range(0, V.tiles.block_m, V.reduce_m):
-        first_m = start_m + part
-        inside = first_m < rows
-        if STRADDLES:
-            inside &= first_m + V.reduce_m > 0
-        if inside:
-            offs_m = first_m + tl.arange(0, V.reduce_m)
-            inside_m = offs_m < rows
-            if STRADDLES:
-                inside_m &= offs_m >= 0
-            if switched is not None:
-                total = partial_sums.sum_of_ranks(
-                    switched[0], switched[1], switched[2] + part * V.row_words * 4,
-                    V.reduce_m, V.tiles.block_n, WIRE, V.world_size,
-                )  # fmt: skip
-            else:
-                total = partial_sums.sum_of_slots(
-                    tile_ptr + part * V.row_words, slot_stride,
-                    inside_m[:, None] if STRADDLES else None,
-                    V.reduce_m, V.tiles.block_n, WIRE, V.world_size,
-                )  # fmt: skip
-            total = _finished(total, finish, offs_m, inside_m, start_n, N)
-            tiles.store_rows(out_ptr, total, offs_m, inside_m, start_n, N, N, 1)
-            if show is not None:
-                show(total, part, shown, V)
+    STAGES: tl.constexpr = V.slot_stages
+    parts = tiles.cdiv(tl.minimum(rows - start_m, V.tiles.block_m), V.reduce_m)
+    if switched is not None:
+        for part in range(parts):
+            at = switched[2] + part * (V.reduce_m * V.row_words * 4)
+            total = partial_sums.sum_of_ranks(switched[0], switched[1], at, V)
+            store_sums(
+                out_ptr, total, part * V.reduce_m, finish, start_m, start_n, rows, N, V, show, shown
+            )
+    else:
+        sums = partial_sums.empty_parts(V)
+        for step in tl.range(parts * V.world_size, num_stages=STAGES):
+            slot, part = step % V.world_size, step // V.world_size * V.reduce_m
+            place = slot * slot_stride + part * V.row_words
+            sums = partial_sums.added(sums, partial_sums.load_parts(tile_ptr + place, V))
+            if slot == V.world_size - 1:
+                total = partial_sums.joined(sums, V)
+                store_sums(out_ptr, total, part, finish, start_m, start_n, rows, N, V, show, shown)
+                sums = partial_sums.empty_parts(V)
+
+
+@triton.jit
+def store_sums(
+    out_ptr, total, part, finish, start_m, start_n, rows, N, V: tl.constexpr,
+    show: tl.constexpr = None, shown=None,
+):  # fmt: skip
+    """Store rows of a tile, from its row `part` on: those inside of out."""
+    offs_m = start_m + part + tl.arange(0, V.reduce_m)
+    inside_m = (offs_m < rows) & (offs_m >= 0)
+    total = _finished(total, finish, offs_m, inside_m, start_n, N)
+    tiles.store_rows(out_ptr, total, offs_m, inside_m, start_n, N, N, 1)
+    if show is not None:
+        show(total, part, shown, V)
 
 
 @triton.jit
@@ -262,6 +282,7 @@ class Products:
         )
         finish = Finish(self.scale, contiguous(self.bias), contiguous(self.residual))
         wire = wire_of(out_dtype, self.wire_dtype)
+        row_words = wire.row_words(tiling.block_n)
         variant = SumVariant(
             ws.world_size,
             tiling,
@@ -270,8 +291,9 @@ class Products:
             x_transposed=operands.x_transposed,
             w_transposed=operands.w_transposed,
             wire=wire,
-            row_words=wire.row_words(tiling.block_n),
+            row_words=row_words,
             reduce_m=config.reduce_m,
             split=split,
+            slot_stages=max(1, min(5, config.ahead_bytes // (config.reduce_m * row_words * 4))),
         )
         return (terms, *operands.arguments, finish), variant

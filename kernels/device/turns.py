@@ -135,14 +135,13 @@ def _send_tile(call, acc, item, V: tl.constexpr):
     """Store a tile in its owner's slot, in turn, and signal after the last one of peers."""
     WORLD_SIZE: tl.constexpr = V.world_size
     SENDERS: tl.constexpr = V.senders
-    WIRE: tl.constexpr = V.wire
     link, rank, program, generation = call.link, call.rank, call.program, call.generation
     owner, tile, _, _, _, _ = _place(call, item, V)
     if item < call.away:
         _wait_turn(link, rank, program, generation, item, WORLD_SIZE, SENDERS)
     slot = summed_tiles.half_of(link, owner, generation)
     number = tl.cast(rank, tl.int64) * call.count + tile
-    partial_sums.send_block(slot + number * (V.tiles.block_m * V.row_words), acc, WIRE)
+    partial_sums.send_tile(slot + number * (V.tiles.block_m * V.row_words), acc, V)
     _end_tile(call, item, V)
 
 

@@ -81,6 +81,70 @@ def workspace_bytes(M: int, N: int, wire: Wire, world_size: int, config: OneShot
 
 
 @triton.jit
+def send_rows(row_ptrs, acc, inside, WIRE: tl.constexpr):
+    """Send those rows of partial sums that are `inside` (ROWS, 1) to row_ptrs (ROWS, 1)."""
+    COLUMNS: tl.constexpr = acc.shape[1]
+    if WIRE.bits == 16:
+        left, right = tiles.halves(acc)
+        ptrs = row_ptrs + tl.arange(0, COLUMNS // 2)[None, :]
+        tl.store(ptrs, partial_sums.pair(left, right, WIRE.bfloat16), mask=inside)
+    elif WIRE.bits == 24:
+        QUARTER: tl.constexpr = COLUMNS // 4
+        ptrs = row_ptrs + tl.arange(0, QUARTER)[None, :]
+        left, right = tiles.halves(acc)
+        a, b = tiles.halves(left)
+        c, d = tiles.halves(right)
+        last = partial_sums.upper_bits(d)
+        # One after the other: all three at once take more registers.
+        tl.store(ptrs, partial_sums.packed_word(a, last >> 8), mask=inside)
+        tl.store(ptrs + QUARTER, partial_sums.packed_word(b, last >> 16), mask=inside)
+        tl.store(ptrs + 2 * QUARTER, partial_sums.packed_word(c, last >> 24), mask=inside)
+    elif COLUMNS > 128:
+        left, right = tiles.halves(acc)
+        ptrs = row_ptrs + tl.arange(0, COLUMNS // 2)[None, :]
+        tl.store(ptrs, left, mask=inside)
+        tl.store(ptrs + COLUMNS // 2, right, mask=inside)
+    else:
+        tl.store(row_ptrs + tl.arange(0, COLUMNS)[None, :], acc, mask=inside)
+
+
+@triton.jit
+def load_rows(row_ptrs, inside, COLUMNS: tl.constexpr, WIRE: tl.constexpr):
+    """What `send_rows` has sent, fp32: rows, or their halves or quarters."""
+    PLANE: tl.constexpr = COLUMNS // 4 if WIRE.bits == 24 else COLUMNS * WIRE.bits // 32
+    ptrs = row_ptrs + tl.arange(0, PLANE)[None, :]
+    u = tl.load(ptrs, mask=inside)
+    parts = (u,)
+    if WIRE.bits == 16:
+        parts = partial_sums.parted(u, WIRE.bfloat16)
+    elif WIRE.bits == 24:
+        v, w = tl.load(ptrs + PLANE, mask=inside), tl.load(ptrs + 2 * PLANE, mask=inside)
+        parts = partial_sums.unpacked(u, v, w)
+    return parts
+
+
+@triton.jit
+def _collect(out_ptr, tile_ptr, slot_stride, finish, start_m, start_n, rows, N, V: tl.constexpr):
+    """As `summed_tiles.collect`, of rows that `send_rows` has sent: those of out alone, where
+    start_m may be negative. All slots of some rows are on their way at a time.
+    """
+    WORLD_SIZE: tl.constexpr = V.world_size
+    WIRE: tl.constexpr = V.wire
+    COLUMNS: tl.constexpr = V.tiles.block_n
+    for part in range(0, V.tiles.block_m, V.reduce_m):
+        offs_m = start_m + part + tl.arange(0, V.reduce_m)
+        if (start_m + part < rows) & (start_m + part + V.reduce_m > 0):
+            inside = ((offs_m < rows) & (offs_m >= 0))[:, None]
+            ptrs = tile_ptr + (part + tl.arange(0, V.reduce_m)[:, None]) * V.row_words
+            sums = load_rows(ptrs, inside, COLUMNS, WIRE)
+            for slot in tl.static_range(1, WORLD_SIZE):
+                found = load_rows(ptrs + slot * slot_stride, inside, COLUMNS, WIRE)
+                sums = partial_sums.added(sums, found)
+            total = partial_sums.beside(sums)
+            summed_tiles.store_sums(out_ptr, total, part, finish, start_m, start_n, rows, N, V)
+
+
+@triton.jit
 def _send_to_owners(acc, start_m, offs, offsets, link, generation, V: tl.constexpr):
     """Store each row of a tile in the slot, `offs` words into the half, of the row's owner."""
     WORLD_SIZE: tl.constexpr = V.world_size
@@ -93,7 +157,7 @@ def _send_to_owners(acc, start_m, offs, offsets, link, generation, V: tl.constex
     row_ptrs += tl.arange(0, ROWS) * V.row_words
     inside = (offs_m < offsets[WORLD_SIZE])[:, None]
     WIRE: tl.constexpr = V.wire
-    partial_sums.send_rows(row_ptrs[:, None], acc, inside, WIRE)
+    send_rows(row_ptrs[:, None], acc, inside, WIRE)
 
 
 @triton.jit(do_not_specialize=["M", "rank"])
@@ -150,10 +214,11 @@ def _one_shot_kernel(
             if offsets is not None:
                 _send_to_owners(acc, start_m, offs, offsets, link, generation, V)
             else:
-                rows_left = M - start_m
+                places = tl.arange(0, V.tiles.block_m)[:, None]
                 for step in range(1, WORLD_SIZE + 1):
                     slots = summed_tiles.half_of(link, (rank + step) % WORLD_SIZE, generation)
-                    partial_sums.send_block(slots + offs, acc, WIRE, rows_left)
+                    row_ptrs = slots + offs + places * V.row_words
+                    send_rows(row_ptrs, acc, start_m + places < M, WIRE)
     begin, rows = 0, M
     if offsets is not None:
         begin = tiles.element(offsets, rank, WORLD_SIZE)
@@ -170,9 +235,9 @@ def _one_shot_kernel(
         slots = summed_tiles.half_of(link, rank, generation)
         for tile in range(program // SPLIT, count, tiles.cdiv(programs, SPLIT)):
             start_m, start_n = summed_tiles.tile_place(tile, tiles_m, tiles_n, V)
-            summed_tiles.collect(
+            _collect(
                 out_ptr, slots + tl.cast(tile, tl.int64) * BLOCK, slot_stride, finish,
-                start_m - begin, start_n, rows, N, V, True,
+                start_m - begin, start_n, rows, N, V,
             )  # fmt: skip
     if signals.end_call(link.signal_ptrs, rank, generation):
         signals.spoil(out_ptr, tl.cast(rows, tl.int64) * N)

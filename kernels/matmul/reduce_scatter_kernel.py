@@ -101,8 +101,9 @@ def reduce_scatter_config(
     return ReduceScatterConfig(
         tiling,
         programs=max(1, min(chip.programs, world_size * tile_count(chunk, N, tiling))),
-        reduce_m=min(16, tiling.block_m),
+        reduce_m=min(32, tiling.block_m),
         descriptors=chip.descriptors and dtype != torch.float32,
+        ahead_bytes=chip.shared_bytes * 2 // 3,
         senders=senders_for(chip),
     )
 

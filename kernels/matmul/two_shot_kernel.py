@@ -97,8 +97,9 @@ def two_shot_config(
     return TwoShotConfig(
         tiling,
         programs=max(1, min(chip.programs, tile_count(M, N, tiling))),
-        reduce_m=min(16, tiling.block_m),
+        reduce_m=min(32, tiling.block_m),
         descriptors=chip.descriptors and dtype != torch.float32,
+        ahead_bytes=chip.shared_bytes * 2 // 3,
     )
 
 
@@ -193,7 +194,6 @@ def _two_shot_kernel(
     WORLD_SIZE: tl.constexpr = V.world_size
     BLOCK_M: tl.constexpr = V.tiles.block_m
     BLOCK_N: tl.constexpr = V.tiles.block_n
-    WIRE: tl.constexpr = V.wire
     SENT: tl.constexpr = BLOCK_M * V.row_words
     tiles_m, tiles_n = tiles.cdiv(M, BLOCK_M), tiles.cdiv(N, BLOCK_N)
     count = tiles_m * tiles_n
@@ -211,7 +211,7 @@ def _two_shot_kernel(
             acc = summed_tiles.tile_product(
                 terms, (x_desc,), (w_desc,), 0, place[0], place[1], M, N, 0, V
             )
-            partial_sums.send_block(slot + tl.cast(j, tl.int64) * SENT, acc, WIRE)
+            partial_sums.send_tile(slot + tl.cast(j, tl.int64) * SENT, acc, V)
     tl.debug_barrier()
     arrived = signals.wait_for_peers(
         link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation, link.timeout_ns
@@ -228,7 +228,7 @@ def _two_shot_kernel(
             at += (rank * slot_stride + tl.cast(j, tl.int64) * SENT) * 4
             summed_tiles.collect(
                 out_ptr, slots + tl.cast(j, tl.int64) * SENT, slot_stride, finish,
-                start_m, start_n, M, N, V, False,
+                start_m, start_n, M, N, V,
                 _show, (tile, out_ptr, link, rank, generation, finished_at, multicast_ptr),
                 (link, multicast_ptr, at) if V.by_switch else None,
             )  # fmt: skip

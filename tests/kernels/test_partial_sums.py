@@ -13,29 +13,37 @@ from needs import needs_interpreter
 import weft
 from weft.collectives import resolve
 from weft.kernels.device import partial_sums
+from weft.kernels.device.summed_tiles import SumVariant
+from weft.kernels.engine.chips import Tiling
+from weft.kernels.matmul import one_shot_kernel
 
 ROWS, COLUMNS = 16, 64
 
 
 @triton.jit
-def _there_and_back_kernel(
-    out_ptr,
-    in_ptr,
-    slots_ptr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WIRE: tl.constexpr,
-    COUNT: tl.constexpr,
-):
-    """out (ROWS, COLUMNS) = the sum of `in` (COUNT, ROWS, COLUMNS), sent and received."""
-    ROW_WORDS: tl.constexpr = COLUMNS * WIRE.bits // 32
+def _there_and_back_kernel(out_ptr, in_ptr, slots_ptr, COUNT: tl.constexpr, V: tl.constexpr):
+    """out (ROWS, COLUMNS) = the sum of `in` (COUNT, ROWS, COLUMNS), sent and received: in stripes,
+    and once more (1, ROWS, COLUMNS) in rows.
+    """
+    ROWS: tl.constexpr = V.tiles.block_m
+    COLUMNS: tl.constexpr = V.tiles.block_n
+    WIRE: tl.constexpr = V.wire
     whole = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    rows = tl.arange(0, ROWS)[:, None]
+    sums = partial_sums.empty_parts(V)
     for slot in tl.static_range(COUNT):
         x = tl.load(in_ptr + slot * ROWS * COLUMNS + whole)
-        partial_sums.send_block(slots_ptr + slot * ROWS * ROW_WORDS, x, WIRE)
-    stride = ROWS * ROW_WORDS
-    total = partial_sums.sum_of_slots(slots_ptr, stride, None, ROWS, COLUMNS, WIRE, COUNT)
-    tl.store(out_ptr + whole, total)
+        partial_sums.send_tile(slots_ptr, x, V)
+        parts = partial_sums.load_parts(slots_ptr, V)
+        sums = parts if slot == 0 else partial_sums.added(sums, parts)
+    tl.store(out_ptr + whole, partial_sums.joined(sums, V))
+    row_ptrs = slots_ptr + rows * V.row_words
+    for slot in tl.static_range(COUNT):
+        x = tl.load(in_ptr + slot * ROWS * COLUMNS + whole)
+        one_shot_kernel.send_rows(row_ptrs, x, rows >= 0, WIRE)
+        parts = one_shot_kernel.load_rows(row_ptrs, rows >= 0, COLUMNS, WIRE)
+        sums = parts if slot == 0 else partial_sums.added(sums, parts)
+    tl.store(out_ptr + ROWS * COLUMNS + whole, partial_sums.beside(sums))
 
 
 def there_and_back(
@@ -43,10 +51,12 @@ def there_and_back(
 ) -> torch.Tensor:
     """The sum of x (COUNT, ROWS, COLUMNS) as a result of `dtype` would get it before rounding."""
     wire = partial_sums.wire_of(dtype, wire_dtype)
-    words = wire.row_words(COLUMNS)
-    slots, out = torch.full((len(x) * ROWS * words,), torch.nan), torch.empty(ROWS, COLUMNS)
-    _there_and_back_kernel[(1,)](out, x, slots, ROWS, COLUMNS, wire, len(x))
-    return out
+    words, tiling = wire.row_words(COLUMNS), Tiling(ROWS, COLUMNS, 16)
+    variant = SumVariant(1, tiling, 1, True, False, False, wire, words, ROWS, 1, 1)
+    slots, out = torch.full((ROWS * words,), torch.nan), torch.empty(2, ROWS, COLUMNS)
+    _there_and_back_kernel[(1,)](out, x, slots, len(x), variant)
+    assert torch.equal(*out.view(torch.int32))
+    return out[0]
 
 
 def numbers(count: int) -> torch.Tensor:
