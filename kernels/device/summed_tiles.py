@@ -64,7 +64,7 @@ class SumVariant:
     split: int
     slot_stages: int
     by_switch: bool = False
-    senders: int = 1
+    senders: int = 0
     flattened: bool = False
 
     @property

@@ -66,15 +66,16 @@ def _end_all(link, rank, program, generation, WORLD_SIZE: tl.constexpr):
 
 
 class Sending(NamedTuple):
-    """What tiles need to know of a call. Fields: Terms, and their descriptors; columns; the call's
-    `link`, `offsets`, `rank` and `generation`; the program and how many there are; rows, columns
-    and number of tiles of a chunk; how many of the program's tiles lie before those of rank 0, and
-    how many are peers'.
+    """What tiles need to know of a call. Fields: Terms, and their descriptors; rows, columns; the
+    call's `link`, `rank` and `generation`; `offsets` of the owners' chunks, or None: then tile t
+    of all is the (t // W)-th of owner t % W; the program and how many there are; rows, columns and
+    number of tiles of a chunk, or of all, and how many an owner has at most; `before_own`.
     """
 
     terms: Any
     x_descs: Any
     w_descs: Any
+    M: Any
     N: Any
     link: Any
     offsets: Any
@@ -90,22 +91,46 @@ class Sending(NamedTuple):
 
 
 @triton.jit
-def _place(call, item, V: tl.constexpr):
-    """Of the program's tile `item`: its owner, its number in the chunk, row and column of its
-    first element there, the row of x where the chunk begins, and the chunk's rows.
-    """
-    WORLD_SIZE: tl.constexpr = V.world_size
+def before_own(rank, count, WORLD_SIZE: tl.constexpr):
+    """How many of the program's tiles lie before those of rank 0, and how many are peers'."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    after = tiles.first_of((rank + 1) * count, program, programs)
+    ahead = tiles.cdiv(tl.maximum((WORLD_SIZE - 1 - rank) * count - after, 0), programs)
+    return ahead, ahead + tiles.cdiv(tl.maximum(rank * count - program, 0), programs)
+
+
+@triton.jit
+def _numbered(call, item):
+    """Of the program's tile `item`: its owner, and its number among the owner's."""
     number = call.program + (item - call.ahead) * call.programs
     if item < call.ahead:
         sent = (call.rank + 1) * call.count
         first = tiles.first_of(sent, call.program, call.programs)
         number = sent + first + item * call.programs
     owner = number // call.count
-    tile = number - owner * call.count
-    start_m, start_n = summed_tiles.tile_place(tile, call.tiles_m, call.tiles_n, V)
-    begin = tiles.element(call.offsets, owner, WORLD_SIZE)
-    rows = tiles.element(call.offsets, owner + 1, WORLD_SIZE + 1) - begin
-    return owner, tile, start_m, start_n, begin, rows
+    return owner, number - owner * call.count
+
+
+@triton.jit
+def _place(call, item, V: tl.constexpr):
+    """Of the program's tile `item`: whether it is there, row and column of its first element in
+    the chunk, the row of x where the chunk begins, and the chunk's rows.
+    """
+    WORLD_SIZE: tl.constexpr = V.world_size
+    owner, tile = _numbered(call, item)
+    if call.offsets is None:
+        tile, last = tile * WORLD_SIZE + owner, call.tiles_m * call.tiles_n - 1
+        there = tile <= last
+        start_m, start_n = summed_tiles.tile_place(
+            tl.minimum(tile, last), call.tiles_m, call.tiles_n, V
+        )
+        begin, rows = 0, call.M
+    else:
+        start_m, start_n = summed_tiles.tile_place(tile, call.tiles_m, call.tiles_n, V)
+        begin = tiles.element(call.offsets, owner, WORLD_SIZE)
+        rows = tiles.element(call.offsets, owner + 1, WORLD_SIZE + 1) - begin
+        there = start_m < rows
+    return there, start_m, start_n, begin, rows
 
 
 @triton.jit
@@ -118,14 +143,14 @@ def _items_of(call, V: tl.constexpr):
 @triton.jit
 def _begin_tile(call, item, part, until, V: tl.constexpr):
     """BEGIN of `weft.kernels.device.flattened`."""
-    _, _, start_m, start_n, begin, _ = _place(call, item, V)
+    _, start_m, start_n, begin, _ = _place(call, item, V)
     return call.x_descs[0], begin + start_m, start_n, True
 
 
 @triton.jit
 def _finish_tile(call, acc, second, item, ready, V: tl.constexpr):
     """FINISH of `weft.kernels.device.flattened`."""
-    _, _, start_m, start_n, begin, rows = _place(call, item, V)
+    _, start_m, start_n, begin, rows = _place(call, item, V)
     acc = summed_tiles.scaled(call.terms, acc, begin, start_m, start_n, rows, call.N, V)
     _send_tile(call, acc, item, V)
 
@@ -136,12 +161,13 @@ def _send_tile(call, acc, item, V: tl.constexpr):
     WORLD_SIZE: tl.constexpr = V.world_size
     SENDERS: tl.constexpr = V.senders
     link, rank, program, generation = call.link, call.rank, call.program, call.generation
-    owner, tile, _, _, _, _ = _place(call, item, V)
-    if item < call.away:
+    owner, tile = _numbered(call, item)
+    if V.senders > 0 and item < call.away:
         _wait_turn(link, rank, program, generation, item, WORLD_SIZE, SENDERS)
-    slot = summed_tiles.half_of(link, owner, generation)
-    number = tl.cast(rank, tl.int64) * call.count + tile
-    partial_sums.send_tile(slot + number * (V.tiles.block_m * V.row_words), acc, V)
+    where, slot = (rank, owner) if V.by_switch else (owner, rank)
+    number = tl.cast(slot, tl.int64) * call.count + tile
+    half = summed_tiles.half_of(link, where, generation)
+    partial_sums.send_tile(half + number * (V.tiles.block_m * V.row_words), acc, V)
     _end_tile(call, item, V)
 
 
@@ -149,7 +175,7 @@ def _send_tile(call, acc, item, V: tl.constexpr):
 def _end_tile(call, item, V: tl.constexpr):
     """Let the next program send, and signal after the last tile of peers."""
     WORLD_SIZE: tl.constexpr = V.world_size
-    if item < call.away - 1:
+    if V.senders > 0 and item < call.away - 1:
         _end_turn(call.link, call.rank, call.program, call.generation, item + 1, WORLD_SIZE)
     elif item == call.away - 1:
         _announce(call, V)
@@ -160,7 +186,8 @@ def _announce(call, V: tl.constexpr):
     """Tell all peers that their tiles are there."""
     WORLD_SIZE: tl.constexpr = V.world_size
     link, rank = call.link, call.rank
-    _end_all(link, rank, call.program, call.generation, WORLD_SIZE)
+    if V.senders > 0:
+        _end_all(link, rank, call.program, call.generation, WORLD_SIZE)
     lanes, peers = signals.peer_lanes(rank + 1, WORLD_SIZE)
     firsts = tiles.first_of(peers * call.count, call.program, call.programs)
     words = signals.slot_ptr(link.signal_ptrs, peers, WORLD_SIZE, 0, rank, firsts)
@@ -179,8 +206,8 @@ def make_tiles(call, V: tl.constexpr):
         )  # fmt: skip
     else:
         for item in range(_items_of(call, V)):
-            _, _, start_m, start_n, begin, rows = _place(call, item, V)
-            if start_m < rows:
+            there, start_m, start_n, begin, rows = _place(call, item, V)
+            if there:
                 acc = summed_tiles.tile_product(
                     call.terms, call.x_descs, call.w_descs, begin, start_m, start_n, rows, call.N,
                     0, V,

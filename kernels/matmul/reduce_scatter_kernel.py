@@ -178,14 +178,11 @@ def _matmul_reduce_scatter_kernel(
     BLOCK: tl.constexpr = V.tiles.block_m * V.row_words
     tiles_m, tiles_n = tiles.cdiv(chunk, V.tiles.block_m), tiles.cdiv(N, V.tiles.block_n)
     count = tiles_m * tiles_n
-    # The program's first tile of the own chunk, and how many it makes for others before.
     first = tiles.first_of(rank * count, program, programs)
-    after = tiles.first_of((rank + 1) * count, program, programs)
-    ahead = tiles.cdiv(tl.maximum((WORLD_SIZE - 1 - rank) * count - after, 0), programs)
-    away = ahead + tiles.cdiv(tl.maximum(rank * count - program, 0), programs)
+    ahead, away = turns.before_own(rank, count, WORLD_SIZE)
     call = turns.Sending(
-        terms, (x_desc, x_desc_2, x_desc_3), (w_desc, w_desc_2, w_desc_3), N, link, offsets, rank,
-        generation, program, programs, tiles_m, tiles_n, count, ahead, away,
+        terms, (x_desc, x_desc_2, x_desc_3), (w_desc, w_desc_2, w_desc_3), 0, N, link, offsets,
+        rank, generation, program, programs, tiles_m, tiles_n, count, ahead, away,
     )  # fmt: skip
     turns.make_tiles(call, V)
     arrived = signals.wait_for_peers(

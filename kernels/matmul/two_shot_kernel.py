@@ -24,9 +24,9 @@ byte once. Its order is its own, so it must be asked for.
 Protocol, in each program p. Tile j of an owner is t = j W + owner; one after another, owners' tiles
 go to the P programs in turn (`tiles.first_of`), so that all have work if there is any.
   1. For the owners rank+1, rank+2, ..., rank-1: store the tiles in the owner's slot `rank`, or for
-     the switch in the own slot of the owner. Signal the words (0, rank, p) of all peers: release at
-     system scope. Store the tiles of this rank in its own slot.
-  2. Wait for the words (0, r, p) of all peers (acquire, system scope); add up this rank's tiles in
+     the switch in the own slot of the owner. Signal the words (0, rank, f) of all peers, f being
+     p's first tile of that peer: release at system scope. Store the own tiles in the own slot.
+  2. Wait for the words (0, r, f) of all peers (acquire, system scope); add up this rank's tiles in
      rank order, store them in the output and among the finished tiles of every peer; signal the
      words (1, rank, p) of all peers.
   3. Wait for the words (1, r, p) of all peers; copy their finished tiles to the output.
@@ -52,7 +52,7 @@ from weft.collectives.device import signals
 from weft.collectives.device.launches import launching
 from weft.collectives.memory.workspace import check_room, link_of
 from weft.collectives.protocols import Fabric
-from weft.kernels.device import partial_sums, summed_tiles, tiles
+from weft.kernels.device import partial_sums, summed_tiles, tiles, turns
 from weft.kernels.device.partial_sums import wire_of
 from weft.kernels.device.summed_tiles import Products, SumConfig, slot_bytes, tile_count
 from weft.kernels.engine import tuning
@@ -70,9 +70,12 @@ from weft.kernels.matmul import one_shot_kernel
 
 @dataclass(frozen=True)
 class TwoShotConfig(SumConfig):
-    """Also `by_switch`: whether the NVLink switch adds up, in an order of its own."""
+    """Also `by_switch`: whether the NVLink switch adds up, in an order of its own. `flattened`: as
+    of a `ReduceScatterConfig`.
+    """
 
     by_switch: bool = False
+    flattened: bool = not signals.INTERPRETED
 
 
 def all_reduce_config(
@@ -195,32 +198,26 @@ def _two_shot_kernel(
     BLOCK_M: tl.constexpr = V.tiles.block_m
     BLOCK_N: tl.constexpr = V.tiles.block_n
     SENT: tl.constexpr = BLOCK_M * V.row_words
+    STAGES: tl.constexpr = V.slot_stages
     tiles_m, tiles_n = tiles.cdiv(M, BLOCK_M), tiles.cdiv(N, BLOCK_N)
     count = tiles_m * tiles_n
     owned = tiles.cdiv(count, WORLD_SIZE)
     slot_stride = tl.cast(owned, tl.int64) * SENT
-    for step in range(1, WORLD_SIZE + 1):
-        owner = (rank + step) % WORLD_SIZE
-        if owner == rank:
-            signals.signal_peers(link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation)
-        where, number = (rank, owner) if V.by_switch else (owner, rank)
-        slot = summed_tiles.half_of(link, where, generation) + number * slot_stride
-        first = tiles.first_of(owner * owned, program, programs)
-        for j in range(first, tiles.cdiv(count - owner, WORLD_SIZE), programs):
-            place = summed_tiles.tile_place(j * WORLD_SIZE + owner, tiles_m, tiles_n, V)
-            acc = summed_tiles.tile_product(
-                terms, (x_desc,), (w_desc,), 0, place[0], place[1], M, N, 0, V
-            )
-            partial_sums.send_tile(slot + tl.cast(j, tl.int64) * SENT, acc, V)
+    first = tiles.first_of(rank * owned, program, programs)
+    ahead, away = turns.before_own(rank, owned, WORLD_SIZE)
+    call = turns.Sending(
+        terms, (x_desc,), (w_desc,), M, N, link, None, rank, generation, program, programs,
+        tiles_m, tiles_n, owned, ahead, away,
+    )  # fmt: skip
+    turns.make_tiles(call, V)
     tl.debug_barrier()
     arrived = signals.wait_for_peers(
-        link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation, link.timeout_ns
+        link.signal_ptrs, rank, WORLD_SIZE, 0, first, generation, link.timeout_ns
     )
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     finished_at = WORLD_SIZE * slot_stride * 4  # bytes into the half
     if arrived:
         slots = summed_tiles.half_of(link, rank, generation)
-        first = tiles.first_of(rank * owned, program, programs)
         for j in range(first, tiles.cdiv(count - rank, WORLD_SIZE), programs):
             tile = j * WORLD_SIZE + rank
             start_m, start_n = summed_tiles.tile_place(tile, tiles_m, tiles_n, V)
@@ -245,12 +242,12 @@ def _two_shot_kernel(
                 tile = j * WORLD_SIZE + owner
                 first_m, start_n = summed_tiles.tile_place(tile, tiles_m, tiles_n, V)
                 # Only the rows that were sent: the rest of the tile was never written.
-                for part in range(0, BLOCK_M, V.reduce_m):
-                    start_m = first_m + part
-                    if start_m < M:
-                        offs = tl.cast(tile, tl.int64) * (BLOCK_M * BLOCK_N) + part * BLOCK_N
-                        final = tl.load(got + offs + tiles.block_offsets(V.reduce_m, BLOCK_N))
-                        tiles.store(out_ptr, final.to(tl.float32), start_m, start_n, M, N, N, 1)
+                parts = tiles.cdiv(tl.minimum(M - first_m, BLOCK_M), V.reduce_m)
+                for part in tl.range(parts, num_stages=STAGES):
+                    row = part * V.reduce_m
+                    offs = tl.cast(tile, tl.int64) * (BLOCK_M * BLOCK_N) + row * BLOCK_N
+                    final = tl.load(got + offs + tiles.block_offsets(V.reduce_m, BLOCK_N))
+                    tiles.store(out_ptr, final.to(tl.float32), first_m + row, start_n, M, N, N, 1)
     if signals.end_call(link.signal_ptrs, rank, generation):
         signals.spoil(out_ptr, tl.cast(M, tl.int64) * N)
 
@@ -288,7 +285,9 @@ def launch_matmul_all_reduce(
         one_shot_kernel.launch_one_shot(out, products, ws, None, config)
         return out
     (terms, x_desc, w_desc, *_, finish), variant = products.arguments(ws, config, out.dtype)
-    variant = replace(variant, by_switch=config.by_switch)
+    flattened = config.flattened and tile_count(M, N, config.tiling) % W == 0
+    flattened = flattened and x_desc is not None and not variant.x_transposed
+    variant = replace(variant, by_switch=config.by_switch, flattened=flattened)
     launching(_two_shot_kernel, config.programs)(
         out, terms, x_desc, w_desc, finish, link_of(ws), ws.buffer.multicast_ptr, M, N, ws.rank,
         V=variant, **config.tiling.options,

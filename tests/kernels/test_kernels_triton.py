@@ -229,10 +229,14 @@ def all_reduce(count: int, seed: int) -> None:
         elif index % 3 == 1 and dtype == torch.float32:  # every rank's memory stands for the switch
             config = replace(config, by_switch=True)
         config = replace(config, descriptors=index % 2 == 0)
-        y = two_shot_kernel.launch_matmul_all_reduce(
-            xs[rank], weights[rank], ws, bias=bias, residual=residual, scale=scale, config=config
-        )
+        launch = partial(
+            two_shot_kernel.launch_matmul_all_reduce, xs[rank], weights[rank], ws, bias=bias,
+            residual=residual, scale=scale,
+        )  # fmt: skip
+        y = launch(config=config)
         ws.check("all_reduce")
+        if isinstance(config, two_shot_kernel.TwoShotConfig):
+            assert torch.equal(y, launch(config=replace(config, flattened=True))), case
         want = sum(x.double() @ w.double() for x, w in zip(xs, weights, strict=True))
         want = want * scale + (0 if bias is None else bias.double())
         want += 0 if residual is None else residual.double()
