@@ -321,8 +321,8 @@ IN_KERNELS = [
     fault(
         "partial sums go to another rank's slot",
         turns,
-        "number = tl.cast(rank, tl.int64) * call.count + tile",
-        "number = tl.cast(owner, tl.int64) * call.count + tile",
+        "(rank, owner) if V.by_switch else (owner, rank)",
+        "(rank, owner) if V.by_switch else (owner, owner)",
         ("reduce-scatter",),
     ),
     fault(

@@ -258,6 +258,54 @@ def test_against_float64(ranks, virtual_ranks, body, world_size):
     run(world_size, body, {2: 12, 3: 6, 4: 4}[world_size], world_size)
 
 
+def sums_in_one_loop() -> None:
+    """All tiles of a program in one loop and nested: the same bits. Chunks end in a tile."""
+    ws = workspace(None, 1 << 19, channel="one loop")
+    rank, W = ws.rank, ws.world_size
+    poisoned(ws)
+    # Steps of K that are not whole, one step, columns that end in a tile; tiles for each way.
+    for index, (sizes, K, N) in enumerate(
+        [((64, 41), 80, 72), ((20, 32), 16, 200), ((90,), 48, 8)]
+    ):
+        sizes = (sizes * W)[:W]
+        M, dtype = sum(sizes), torch.float32 if index else torch.bfloat16
+        xs = [matrix(M, K, dtype, r) for r in range(W)]
+        weights = [matrix(K, N, dtype, 50 + r, ("rows", "columns")[index % 2]) for r in range(W)]
+        want = sum(x.double() @ w.double() for x, w in zip(xs, weights, strict=True))
+        columns = torch.linspace(0.5, 1.0, N)
+        scaling = Scaling(torch.linspace(0.5, 1.0, M), [columns], dtype) if index == 2 else None
+        if scaling:
+            want *= scaling.rows.double()[:, None] * columns.double()
+        tiling = Tiling(32, 32, 32, group_m=2)
+        scatter = reduce_scatter_kernel.ReduceScatterConfig(tiling, 3, 16, True, senders=2)
+        whole = two_shot_kernel.TwoShotConfig(tiling, 3, 32, True)
+        found = []
+        for flattened in (False, True):
+            y = reduce_scatter_kernel.launch_matmul_reduce_scatter(
+                [xs[rank]], [weights[rank]], ws, sizes, scaling=scaling,
+                config=replace(scatter, flattened=flattened),
+            )  # fmt: skip
+            both = two_shot_kernel.launch_matmul_all_reduce(
+                xs[rank], weights[rank], ws, scaling=scaling,
+                config=replace(whole, flattened=flattened),
+            )  # fmt: skip
+            found.append((y, both))
+        assert all(torch.equal(*pair) for pair in zip(*found, strict=True)), index
+        close = tolerance(dtype, W * K)
+        torch.testing.assert_close(y.double(), want.split(sizes)[rank], **close)
+        torch.testing.assert_close(both.double(), want, **close)
+
+
+def test_sums_in_one_loop(virtual_ranks, monkeypatch):
+    made = []
+    for module in (reduce_scatter_kernel, two_shot_kernel):
+        kept = partial(lambda old, **new: made.append(replace(old, **new)) or made[-1])
+        monkeypatch.setattr(module, "replace", kept)
+    virtual_ranks(2, sums_in_one_loop)
+    found = [each.flattened for each in made if isinstance(each, summed_tiles.SumVariant)]
+    assert sum(found) >= 2 * 5 and len(found) == 2 * 12  # one shape has an odd number of tiles
+
+
 @pytest.mark.sweep
 @pytest.mark.ranks(2, 3, 4, timeout_s=900)
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
