@@ -170,21 +170,29 @@ def _attention_plan(
     engine = of_gradients = choose(problem, group, q.device)
     if engine == "host" and settings.current_engine() == "auto" and group.on_gpus(q.device):
         supported, _ = is_supported("triton", problem, group, q.device)
-        gathered = 2 * B * k.shape[1] * total * D * k.element_size() if W > 1 else 0
-        if supported and kernel_has_quicker_gradients(chip_of(q.device).name, D, gathered):
+        row = 2 * B * k.shape[1] * D  # a token's keys and values
+        held = _held_bytes(row, max(k_sizes), total, W, k.element_size())
+        if supported and kernel_has_quicker_gradients(chip_of(q.device).name, D, held):
             of_gradients = "triton"
     return AttentionPlan(op, group, geometry, scale, engine, of_gradients, told)
 
 
-# Keys and values of all ranks, which the kernel holds and the host engine does not.
-_MOST_GATHERED = 1 << 30
+def _held_bytes(row: int, longest: int, total: int, W: int, itemsize: int) -> int:
+    """What gradients by the kernel hold: all ranks' keys, and a workspace of two halves, each of a
+    shard and W shards of fp32 sums, rounded up to a power of two.
+    """
+    half = max(1, row * longest * (itemsize + 4 * W))
+    return (row * total * itemsize if W > 1 else 0) + 2 * (1 << (half - 1).bit_length())
 
 
-def kernel_has_quicker_gradients(chip: str, D: int, gathered_bytes: int) -> bool:
+_MOST_HELD = 2 << 30  # of a GPU's memory, by gradients that are quicker for it
+
+
+def kernel_has_quicker_gradients(chip: str, D: int, held_bytes: int) -> bool:
     """Whether the kernel's gradients are quicker than those of flash attention, torch's one way to
     make them in a fixed order: an H200 takes 0.71, 0.79 and, with heads of 64, 0.86 of its time.
     """
-    return chip == "sm_90" and D <= 128 and gathered_bytes <= _MOST_GATHERED
+    return chip == "sm_90" and D <= 128 and held_bytes <= _MOST_HELD
 
 
 def _host_refusal(q: torch.Tensor, scale: float, geometry: Geometry) -> str:

@@ -24,6 +24,8 @@ Words are stored and loaded as fp32 but never computed with. Numbers a quarter o
 held by one thread: in the layout of tensor cores it has the same columns of every quarter.
 """
 
+# mypy: disable-error-code="assignment"
+# Tuples of as many parts as a wire has words.
 from __future__ import annotations
 
 from dataclasses import dataclass

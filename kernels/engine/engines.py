@@ -141,11 +141,13 @@ def choose(problem: Problem, group: Group, device: torch.device) -> RunnableEngi
     return engine
 
 
-def record_backward(op: str, engine: str, group: Group, *collectives: str) -> None:
+def record_backward(
+    op: str, engine: str, group: Group, *collectives: str, why: str = "as forward"
+) -> None:
     """Tell listeners that the gradient of `op` runs, with the collectives that it makes."""
     if settings.tracing():
         for name in collectives:
-            settings.record(f"{op} backward", engine, "as forward", name, name, group.world_size)
+            settings.record(f"{op} backward", engine, why, name, name, group.world_size)
 
 
 def refuse_second_order(op: str) -> None:
