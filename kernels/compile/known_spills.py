@@ -13,8 +13,9 @@ _BYTES = {
     ("sm_80", "_ring_attention_kernel", "attention, packed"): 88,
     ("sm_80", "_head_attention_backward_kernel", "attention by heads"): 8,
     ("sm_80", "_head_attention_backward_kernel", "attention by heads, packed"): 16,
-    ("sm_80", "_head_attention_backward_kernel", "attention by heads, D 256"): 56,
+    ("sm_80", "_head_attention_backward_kernel", "attention by heads, D 256"): 64,
     ("sm_90", "_head_attention_kernel", "attention by heads, D 256"): 8,
+    ("sm_90", "_head_attention_kernel", "attention by heads, window"): 16,
     ("sm_90", "_head_attention_kernel", "attention by heads, D 64, packed"): 32,
     ("sm_100", "_head_attention_kernel", "attention by heads"): 8,
 }
@@ -22,7 +23,7 @@ _BYTES = {
 # nevertheless, see `ring_grad_kernel`.
 _GRADIENTS = {
     ("_ring_attention_backward_kernel", 64): 8,
-    ("_ring_attention_backward_kernel", 128): 344,
+    ("_ring_attention_backward_kernel", 128): 352,
     ("_head_attention_backward_kernel", 64): 88,
     ("_head_attention_backward_kernel", 128): 480,
 }
