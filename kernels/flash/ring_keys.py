@@ -136,16 +136,9 @@ def _fetch_rows(out_ptr, shard_ptr, ring, source, rows, SHAPE: tl.constexpr):
             at = (tl.cast(unit // chunks, tl.int64) * rows + first) * SHAPE.pitch
             if meets(needed, first, last):
                 copy_block(
-                    into + at,
-                    shown + at,
-                    last - first,
-                    SHAPE.head_dim,
-                    SHAPE.pitch,
-                    SHAPE.pitch,
-                    1,
-                    COPY_M,
-                    SHAPE.block_d,
-                )
+                    into + at, shown + at, last - first, SHAPE.head_dim, SHAPE.pitch, SHAPE.pitch,
+                    1, COPY_M, SHAPE.block_d,
+                )  # fmt: skip
 
 
 @triton.jit
