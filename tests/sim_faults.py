@@ -349,14 +349,6 @@ IN_KERNELS = [
         ("reduce-scatter",),
     ),
     fault(
-        "an own tile is read back without a barrier",
-        reduce_scatter_kernel,
-        "        tl.debug_barrier()\n",
-        "",
-        ("reduce-scatter",),
-        message="no tl.debug_barrier between",
-    ),
-    fault(
         "one-shot does not wait",
         one_shot_kernel,
         "complete &= signals.wait_for_peers(",

@@ -168,21 +168,19 @@ def load_parts(rows_ptr, V: tl.constexpr):
 def empty_parts(V: tl.constexpr):
     """Parts to which others can be added, bit by bit: -0 + x is x."""
     empty = tl.full((V.reduce_m // V.stripe, V.stripe * V.plane), -0.0, dtype=tl.float32)
-    parts = (empty,)
-    if V.wire.bits == 16:
-        parts = (empty, empty)
-    elif V.wire.bits == 24:
-        parts = (empty, empty, empty, empty)
-    return parts
+    PARTS: tl.constexpr = 4 if V.wire.bits == 24 else 32 // V.wire.bits
+    return (empty,) * PARTS
 
 
 @triton.jit
 def added(a, b):
     """Parts added up, each to each."""
-    sums = (a[0] + b[0],)
-    if len(a) == 2:
+    sums = a
+    if len(a) == 1:
+        sums = (a[0] + b[0],)
+    elif len(a) == 2:
         sums = (a[0] + b[0], a[1] + b[1])
-    elif len(a) == 4:
+    else:
         sums = (a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3])
     return sums
 

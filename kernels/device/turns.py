@@ -21,6 +21,9 @@ The n-th send of a program waits for the n-th of the one before it in line, whic
 the word (1, rank, program - 1) of the rank's own pad: (generation << 32) + sends so far, and
 (generation + 1) << 32 once it has no more. Turns order no data: the signals are relaxed, and a
 program that has waited too long goes on.
+
+`make_tiles` makes the tiles of a program and sends them: those of the owners after this rank first,
+its own last, and between the two the signal that tells peers of theirs.
 """
 
 from __future__ import annotations
