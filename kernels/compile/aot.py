@@ -141,7 +141,7 @@ class KernelReport:
     @property
     def unknown_spills(self) -> int:
         """Bytes spilled beyond those of `known_spills`."""
-        width = int(self.config.get("block_d", 0))
+        width = int(self.config.get("block_d", self.config.get("BLOCK_D", 0)))
         known = known_spills(self.arch, self.dtype, self.kernel, self.case, width)
         return max(0, self.spills - known)
 
