@@ -105,7 +105,7 @@ IN_SIGNALS = [
     fault(
         "no barrier before a signal",
         signals,
-        'are then waited for once.\n    """\n    _meet()',
+        'are then waited for once.\n    """\n    _threads_meet()',
         'are then waited for once.\n    """',
         # The turns of a reduce-scatter have a barrier of their own before its signals.
         but(*GATHERS, *PULLS, *EXPERTS, "gather of rows, direct", "reduce-scatter"),

@@ -203,7 +203,7 @@ def spoil(ptr, count, SPOILS: tl.constexpr = True):
 
 
 @triton.jit
-def _meet():
+def _threads_meet():
     """`tl.debug_barrier`, with which Triton would pipeline no loads of a loop."""
     if _INTERPRETED:
         tl.debug_barrier()
@@ -228,7 +228,7 @@ def signal(ptr, value, mask=None):
 
     `ptr` may be of several slots, a lane each: stores are then waited for once.
     """
-    _meet()
+    _threads_meet()
     if _HAS_ATOMIC_LOAD:
         tl.atomic_store(ptr, value, mask=mask, sem="release", scope="sys")
     else:
@@ -258,7 +258,7 @@ def mark_local(ptr, value):
 
     No store is waited for, so it costs no more than a store.
     """
-    _meet()
+    _threads_meet()
     if _HAS_ATOMIC_LOAD:
         tl.atomic_store(ptr, value, sem="relaxed", scope="gpu")
     else:

@@ -75,7 +75,7 @@ def packed_word(x, last):
 
 
 @triton.jit
-def unpacked(u, v, w):
+def words_unpacked(u, v, w):
     """The four numbers that these three words were made of."""
     u = u.to(tl.uint32, bitcast=True)
     v = v.to(tl.uint32, bitcast=True)
@@ -158,7 +158,7 @@ def load_parts(rows_ptr, V: tl.constexpr):
     if V.wire.bits == 16:
         parts = parted(tl.load(ptrs), V.wire.bfloat16)
     elif V.wire.bits == 24:
-        parts = unpacked(tl.load(ptrs), tl.load(ptrs + PLANE), tl.load(ptrs + 2 * PLANE))
+        parts = words_unpacked(tl.load(ptrs), tl.load(ptrs + PLANE), tl.load(ptrs + 2 * PLANE))
     else:
         parts = (tl.load(ptrs),)
     return parts
@@ -186,7 +186,7 @@ def added(a, b):
 
 
 @triton.jit
-def beside(parts):
+def parts_beside(parts):
     """Parts in the order of rows as rows."""
     rows = parts[0]
     if len(parts) == 2:
@@ -216,7 +216,7 @@ def joined(parts, V: tl.constexpr):
         parts = (_as_rows(parts[0], V), _as_rows(parts[1], V))
     else:
         parts = (_as_rows(parts[0], V),)
-    return beside(parts)
+    return parts_beside(parts)
 
 
 @triton.jit

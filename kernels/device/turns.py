@@ -22,7 +22,7 @@ the word (1, rank, program - 1) of the rank's own pad: (generation << 32) + send
 (generation + 1) << 32 once it has no more. Turns order no data: the signals are relaxed, and a
 program that has waited too long goes on.
 
-`make_tiles` makes the tiles of a program and sends them: those of the owners after this rank first,
+`make_and_send` makes the tiles of a program and sends them: those of the owners after this rank first,
 its own last, and between the two the signal that tells peers of theirs.
 """
 
@@ -115,7 +115,7 @@ def _numbered(call, item):
 
 
 @triton.jit
-def _place(call, item, V: tl.constexpr):
+def _place_of_item(call, item, V: tl.constexpr):
     """Of the program's tile `item`: whether it is there, row and column of its first element in
     the chunk, the row of x where the chunk begins, and the chunk's rows.
     """
@@ -146,14 +146,14 @@ def _items_of(call, V: tl.constexpr):
 @triton.jit
 def _begin_tile(call, item, part, until, V: tl.constexpr):
     """BEGIN of `weft.kernels.device.flattened`."""
-    _, start_m, start_n, begin, _ = _place(call, item, V)
+    _, start_m, start_n, begin, _ = _place_of_item(call, item, V)
     return call.x_descs[0], begin + start_m, start_n, True
 
 
 @triton.jit
 def _finish_tile(call, acc, second, item, ready, V: tl.constexpr):
     """FINISH of `weft.kernels.device.flattened`."""
-    _, start_m, start_n, begin, rows = _place(call, item, V)
+    _, start_m, start_n, begin, rows = _place_of_item(call, item, V)
     acc = summed_tiles.scaled(call.terms, acc, begin, start_m, start_n, rows, call.N, V)
     _send_tile(call, acc, item, V)
 
@@ -198,7 +198,7 @@ def _announce(call, V: tl.constexpr):
 
 
 @triton.jit
-def make_tiles(call, V: tl.constexpr):
+def make_and_send(call, V: tl.constexpr):
     """Make and send the tiles of a program, and signal."""
     if call.away == 0:
         _announce(call, V)
@@ -209,7 +209,7 @@ def make_tiles(call, V: tl.constexpr):
         )  # fmt: skip
     else:
         for item in range(_items_of(call, V)):
-            there, start_m, start_n, begin, rows = _place(call, item, V)
+            there, start_m, start_n, begin, rows = _place_of_item(call, item, V)
             if there:
                 acc = summed_tiles.tile_product(
                     call.terms, call.x_descs, call.w_descs, begin, start_m, start_n, rows, call.N,

@@ -109,7 +109,7 @@ def send_rows(row_ptrs, acc, inside, WIRE: tl.constexpr):
 
 
 @triton.jit
-def load_rows(row_ptrs, inside, COLUMNS: tl.constexpr, WIRE: tl.constexpr):
+def load_sent_rows(row_ptrs, inside, COLUMNS: tl.constexpr, WIRE: tl.constexpr):
     """What `send_rows` has sent, fp32: rows, or their halves or quarters."""
     PLANE: tl.constexpr = COLUMNS // 4 if WIRE.bits == 24 else COLUMNS * WIRE.bits // 32
     ptrs = row_ptrs + tl.arange(0, PLANE)[None, :]
@@ -119,12 +119,14 @@ def load_rows(row_ptrs, inside, COLUMNS: tl.constexpr, WIRE: tl.constexpr):
         parts = partial_sums.parted(u, WIRE.bfloat16)
     elif WIRE.bits == 24:
         v, w = tl.load(ptrs + PLANE, mask=inside), tl.load(ptrs + 2 * PLANE, mask=inside)
-        parts = partial_sums.unpacked(u, v, w)
+        parts = partial_sums.words_unpacked(u, v, w)
     return parts
 
 
 @triton.jit
-def _collect(out_ptr, tile_ptr, slot_stride, finish, start_m, start_n, rows, N, V: tl.constexpr):
+def _collect_rows(
+    out_ptr, tile_ptr, slot_stride, finish, start_m, start_n, rows, N, V: tl.constexpr
+):
     """As `summed_tiles.collect`, of rows that `send_rows` has sent: those of out alone, where
     start_m may be negative. All slots of some rows are on their way at a time.
     """
@@ -136,11 +138,11 @@ def _collect(out_ptr, tile_ptr, slot_stride, finish, start_m, start_n, rows, N, 
         if (start_m + part < rows) & (start_m + part + V.reduce_m > 0):
             inside = ((offs_m < rows) & (offs_m >= 0))[:, None]
             ptrs = tile_ptr + (part + tl.arange(0, V.reduce_m)[:, None]) * V.row_words
-            sums = load_rows(ptrs, inside, COLUMNS, WIRE)
+            sums = load_sent_rows(ptrs, inside, COLUMNS, WIRE)
             for slot in tl.static_range(1, WORLD_SIZE):
-                found = load_rows(ptrs + slot * slot_stride, inside, COLUMNS, WIRE)
+                found = load_sent_rows(ptrs + slot * slot_stride, inside, COLUMNS, WIRE)
                 sums = partial_sums.added(sums, found)
-            total = partial_sums.beside(sums)
+            total = partial_sums.parts_beside(sums)
             summed_tiles.store_sums(out_ptr, total, part, finish, start_m, start_n, rows, N, V)
 
 
@@ -235,7 +237,7 @@ def _one_shot_kernel(
         slots = summed_tiles.half_of(link, rank, generation)
         for tile in range(program // SPLIT, count, tiles.cdiv(programs, SPLIT)):
             start_m, start_n = summed_tiles.tile_place(tile, tiles_m, tiles_n, V)
-            _collect(
+            _collect_rows(
                 out_ptr, slots + tl.cast(tile, tl.int64) * BLOCK, slot_stride, finish,
                 start_m - begin, start_n, rows, N, V,
             )  # fmt: skip

@@ -184,7 +184,7 @@ def _matmul_reduce_scatter_kernel(
         terms, (x_desc, x_desc_2, x_desc_3), (w_desc, w_desc_2, w_desc_3), 0, N, link, offsets,
         rank, generation, program, programs, tiles_m, tiles_n, count, ahead, away,
     )  # fmt: skip
-    turns.make_tiles(call, V)
+    turns.make_and_send(call, V)
     arrived = signals.wait_for_peers(
         link.signal_ptrs, rank, WORLD_SIZE, 0, first, generation, link.timeout_ns
     )

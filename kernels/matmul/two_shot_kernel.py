@@ -209,7 +209,7 @@ def _two_shot_kernel(
         terms, (x_desc,), (w_desc,), M, N, link, None, rank, generation, program, programs,
         tiles_m, tiles_n, owned, ahead, away,
     )  # fmt: skip
-    turns.make_tiles(call, V)
+    turns.make_and_send(call, V)
     tl.debug_barrier()
     arrived = signals.wait_for_peers(
         link.signal_ptrs, rank, WORLD_SIZE, 0, first, generation, link.timeout_ns

@@ -41,9 +41,9 @@ def _there_and_back_kernel(out_ptr, in_ptr, slots_ptr, COUNT: tl.constexpr, V: t
     for slot in tl.static_range(COUNT):
         x = tl.load(in_ptr + slot * ROWS * COLUMNS + whole)
         one_shot_kernel.send_rows(row_ptrs, x, rows >= 0, WIRE)
-        parts = one_shot_kernel.load_rows(row_ptrs, rows >= 0, COLUMNS, WIRE)
+        parts = one_shot_kernel.load_sent_rows(row_ptrs, rows >= 0, COLUMNS, WIRE)
         sums = parts if slot == 0 else partial_sums.added(sums, parts)
-    tl.store(out_ptr + ROWS * COLUMNS + whole, partial_sums.beside(sums))
+    tl.store(out_ptr + ROWS * COLUMNS + whole, partial_sums.parts_beside(sums))
 
 
 def there_and_back(
