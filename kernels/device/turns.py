@@ -22,8 +22,8 @@ the word (1, rank, program - 1) of the rank's own pad: (generation << 32) + send
 (generation + 1) << 32 once it has no more. Turns order no data: the signals are relaxed, and a
 program that has waited too long goes on.
 
-`make_and_send` makes the tiles of a program and sends them: those of the owners after this rank first,
-its own last, and between the two the signal that tells peers of theirs.
+`make_and_send` makes the tiles of a program: first those of the owners after this rank, last its
+own, and between the two the signal that tells peers of theirs.
 """
 
 from __future__ import annotations
