@@ -35,7 +35,7 @@ from weft.collectives.device import signals
 from weft.kernels.device import tiles
 from weft.kernels.device.copies import copy_block
 from weft.kernels.flash.attention_tiles import Heads, bounds, head_ptr, interval
-from weft.kernels.flash.ring_call import area_ptr
+from weft.kernels.flash.ring_call import area_ptr, copies_came
 from weft.kernels.flash.ring_tables import (
     base_of,
     is_needed,
@@ -251,11 +251,9 @@ def wait_for_source(arrivals, step, ring, SHAPE: tl.constexpr):
     """
     if (arrivals >> step & 1) == 0:
         source = (ring.rank + step) % SHAPE.world_size
-        arrived = signals.wait_for_own(
-            ring.link.signal_ptrs, ring.rank, SHAPE.world_size, 1, source, 0,
-            SHAPE.config.copy_programs - 1, ring.generation, ring.link.timeout_ns,
-            triton.next_power_of_2(SHAPE.config.copy_programs),
-        )  # fmt: skip
+        arrived = copies_came(ring, source, 1, SHAPE)
+        if arrived:
+            arrived = copies_came(ring, source, SHAPE.config.copy_programs, SHAPE)
         BITS: tl.constexpr = arrivals.dtype.primitive_bitwidth
         arrivals |= tl.cast(1, arrivals.dtype) << tl.where(arrived, step, BITS - 1)
     return arrivals

@@ -337,8 +337,11 @@ def _collective_call(place: Place, *, name: str) -> RankCall:
         [(place.drawn(50 * i + r, W * each, 2) * 2).round() for r in range(W)] for i in range(SETS)
     ]
 
+    # Else ranks would tell each other their lengths, and each captures a graph by itself.
+    told: dict[str, Any] = {"sizes": [W * each] * W} if name == "all_gather" else {}
+
     def op(x: torch.Tensor) -> Tensors:
-        return [getattr(collectives, name)(x)]
+        return [getattr(collectives, name)(x, **told)]
 
     def oracle(i: int) -> Tensors:
         every = [x.double() for x in terms[i]]
