@@ -367,9 +367,10 @@ def _expression(
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     if isinstance(value, torch.Tensor):
-        if value.data_ptr() not in places:
+        place = value.data_ptr()  # 0, in every call, of an empty one
+        if place and place not in places:
             raise _NotKeptError
-        number = places[value.data_ptr()]
+        number = places[place] if place else None
         if number is not None:
             return f"tensors[{number}]", True
     elif isinstance(value, TensorDescriptor):
