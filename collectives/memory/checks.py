@@ -12,11 +12,12 @@ import torch
 from weft import settings
 from weft.collectives.memory.exchange import agree, exchange_on
 from weft.collectives.memory.workspace import workspace
+from weft.collectives.ranks.flight import fitted, hash_of_words
 from weft.collectives.ranks.group import Group
 from weft.errors import MismatchError
 
 _CPU = torch.device("cpu")
-_RECORD_BYTES = 1024
+_RECORD_BYTES, _CALL_BYTES = 1024, 640
 _NOT_THE_PROGRAM = {"weft", "torch", "contextlib"}
 
 
@@ -31,8 +32,10 @@ def check_call(group: Group, describe: Callable[[], str]) -> None:
     call, asked = describe(), settings.current_engine()
     if asked != "auto":
         call += f' on the "{asked}" engine'
-    record = f"{call}\n{_caller()}"
-    text = record.encode()[:_RECORD_BYTES].ljust(_RECORD_BYTES, b"\0")
+    # The hash is compared, the rest is to be read: of a path that is too long, the end.
+    told = f"{hash_of_words(call):x}\n".encode() + fitted(call, _CALL_BYTES) + b"\n"
+    told += _caller().encode(errors="replace")[len(told) - _RECORD_BYTES :]
+    text = told.ljust(_RECORD_BYTES, b"\0")
     shape = (_RECORD_BYTES,)
     ws = workspace(group, _RECORD_BYTES, channel="check", device=_CPU)
     with exchange_on(ws, "the check of WEFT_CHECK=1", _CPU) as ex:
@@ -40,17 +43,17 @@ def check_call(group: Group, describe: Callable[[], str]) -> None:
         ex.signal_all()
         ex.wait_all()
         records = [
-            bytes(ex.peer(rank, shape, torch.uint8).tolist()).rstrip(b"\0").decode()
+            bytes(ex.peer(rank, shape, torch.uint8).tolist()).rstrip(b"\0").decode(errors="replace")
             for rank in range(ex.world_size)
         ]
-    calls, _, lines = zip(*(record.rpartition("\n") for record in records), strict=True)
-    if len(set(calls)) > 1:
-        usual = max(set(calls), key=lambda text: (calls.count(text), -calls.index(text)))
-        at = calls.index(usual)
-        odd = {rank: text for rank, text in enumerate(calls) if text != usual}
+    hashes, calls, lines = zip(*(record.split("\n", 2) for record in records), strict=True)
+    if len(set(hashes)) > 1:
+        usual = max(set(hashes), key=lambda hash: (hashes.count(hash), -hashes.index(hash)))
+        at = hashes.index(usual)
+        odd = [rank for rank, hash in enumerate(hashes) if hash != usual]
         raise MismatchError(
-            f"the ranks make different calls: {usual} on rank {at} ({lines[at]})"
-            + "".join(f", but {text} on rank {rank} ({lines[rank]})" for rank, text in odd.items())
+            f"the ranks make different calls: {calls[at]} on rank {at} ({lines[at]})"
+            + "".join(f", but {calls[rank]} on rank {rank} ({lines[rank]})" for rank in odd)
         )
 
 

@@ -49,7 +49,8 @@ UNUSABLE = (
 )
 ENGINES = ("", "triton", "host", "generic")
 TRITON, HOST, GENERIC = 1, 2, 3
-_ENTRY = struct.Struct(f"9q{ENTRY - 9 * 8}s")
+_TEXT = ENTRY - 9 * 8
+_ENTRY = struct.Struct(f"9q{_TEXT}s")
 _WORDS, _ENDED, _ENGINE = ENTRY // 8, 5, 6
 THREADS = 7  # of the first entry: 1 once threads other than the main one have made calls
 _HEAD = struct.Struct("8q")
@@ -70,7 +71,8 @@ class Call(NamedTuple):
     where: str
 
 
-def _hash(text: str) -> int:
+def hash_of_words(text: str) -> int:
+    """The same on all ranks."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") & _MASK
 
 
@@ -85,19 +87,42 @@ def call_of(op: str, told: tuple[Hashable, ...], where: str = "", nbytes: int = 
 
     Example:
         all_gather, float32, [4], dim 1 (exchange, 64 bytes)
+
+    Of long lists in words that do not fit the beginning is told, the length, and a hash.
     """
-    words = op + "".join(f", {_in_words(value)}" for value in told)
-    if where:
-        words += f" ({where})" if nbytes < 0 else f" ({where}, {nbytes} bytes)"
-    return Call(_hash(words), words.encode(), where)
+
+    def said(in_brief: bool) -> str:
+        words = op + "".join(f", {_in_words(value, in_brief)}" for value in told)
+        if where:
+            words += f" ({where})" if nbytes < 0 else f" ({where}, {nbytes} bytes)"
+        return words
+
+    words = said(in_brief=False)
+    text = words.encode()
+    if len(text) > _TEXT:
+        text = fitted(said(in_brief=True), _TEXT)
+    return Call(hash_of_words(words), text, where)
 
 
-def _in_words(value: Hashable) -> str:
+def fitted(words: str, nbytes: int) -> bytes:
+    """`words` in so many bytes: of longer ones the beginning, and a hash of all."""
+    text = words.encode()
+    if len(text) <= nbytes:
+        return text
+    mark = f" .. #{hash_of_words(words):x}".encode()
+    return text[: nbytes - len(mark)].decode(errors="ignore").encode() + mark
+
+
+def _in_words(value: Hashable, in_brief: bool) -> str:
     name = ""
     if isinstance(value, tuple) and len(value) == 2 and str(value[0])[0].isalpha():
         name, value = f"{value[0]} ", value[1]
     plain = list(value) if isinstance(value, tuple) else value
-    return name + str(plain).removeprefix("torch.")
+    words = str(plain).removeprefix("torch.")
+    if in_brief and isinstance(plain, list) and len(words) > 64:
+        first = ", ".join(map(str, plain[:3]))
+        words = f"[{first}, .. {len(plain)} in all, #{hash_of_words(words):x}]"
+    return name + words
 
 
 def _readable(text: bytes) -> str:
@@ -259,7 +284,7 @@ class Calls:
             own: where to note; without one nothing is.
             rank: this one's.
         """
-        self.group, self._readers = _hash(group), dict(readers or {})
+        self.group, self._readers = hash_of_words(group), dict(readers or {})
         self.position, self._own = 0, own
         self.last, self.parting = 0, ""
         self._rank, self._hashes = rank, [0] * _HASHES

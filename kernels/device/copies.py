@@ -55,7 +55,7 @@ def quantize_block(
     across = tl.maximum(cdiv(columns, BLOCK_N), 1)
     for number in range(cdiv(rows, BLOCK_M).to(tl.int32)):
         first = number * across
-        largest = tl.full((BLOCK_M, BLOCK_N), 1.1754943508222875e-38, tl.float32)
+        largest = tl.full((BLOCK_M, BLOCK_N), 6.018531076210112e-36, tl.float32)
         for i in range(first, first + across):
             place = _place_of(i, across, rows, columns, BLOCK_M, BLOCK_N)
             block = tl.load(_ptrs_to(in_ptr, place, stride_im, stride_in), mask=place.inside)

@@ -50,7 +50,8 @@ def quantized(x: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, tor
 
     Example: [1., -4.] with largest 4. gives [112, -448] and 4 / 448.
     """
-    scales = largest.float().clamp(min=torch.finfo(torch.float32).tiny) / torch.finfo(FP8).max
+    # The scale of the least is a normal number: a subnormal one may be flushed to 0.
+    scales = largest.float().clamp(min=2.0**-117) / torch.finfo(FP8).max
     return (x.float() / scales).to(FP8), scales
 
 

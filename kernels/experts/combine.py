@@ -131,6 +131,7 @@ def combine_call(
 ) -> CombineCall:
     """The call of checked operands."""
     routing = routing.outside_graphs()
+    routing.check_ids()
     if w is not None:
         routing.check_experts(w)
     if len(h) != routing.count or not h.is_floating_point():
@@ -178,6 +179,7 @@ class Combine(torch.autograd.Function):
     @outside_autocast
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: CombineCall = ctx.call
+        call.routing.check_ids()
         h, w, weights = ctx.saved_tensors
         needs = ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():

@@ -268,8 +268,10 @@ def _check_given(
 
 
 def check_routing(routing: Routing, x: torch.Tensor, w: torch.Tensor | None = None) -> Routing:
-    """The routing, not of a graph; ValueError unless x are its tokens, and w its experts."""
+    """The routing, not of a graph; ValueError unless x are its tokens, and w its experts, and its
+    ids as they were."""
     routing = routing.outside_graphs()
+    routing.check_ids()
     check_tokens(routing.topk_ids, x)
     if w is not None:
         routing.check_experts(w)
@@ -353,6 +355,7 @@ class Dispatch(torch.autograd.Function):
     @outside_autocast
     def backward(ctx: Any, *dhs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: DispatchCall = ctx.call
+        call.routing.check_ids()
         _, needs_x, *needs_w = ctx.needs_input_grad
         x, *saved = ctx.saved_tensors
         weights, saved = saved[: len(needs_w)], saved[len(needs_w) :]

@@ -169,7 +169,7 @@ def combine_backward(
             if needs_h or needs_weights:
                 back = g if w is None else partial_mm(g, w[e].t())
                 if needs_weights:
-                    push.rows(e, (back * h[part]).sum(1, keepdim=True, dtype=wide))
+                    push.rows(e, (back.to(wide) * h[part]).sum(1, keepdim=True))
                 if dh is not None:
                     dh[part] = back if scale is None else back * scale
             if dw is not None:

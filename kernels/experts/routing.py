@@ -49,6 +49,9 @@ class Routing:
     `ends[-1]` are used. In a graph of torch.compile `group` is the name of one, and `tokens` and
     `experts` are tensors (W,); what a graph returns may be used outside of it.
 
+    int32 ids are not copied, which would be a launch: what reads them later raises ValueError if
+    they were written to since. Those made under torch.inference_mode() do not tell.
+
     Attributes:
         group: of W ranks.
         tensor_parallel_size: on how many consecutive ranks each expert is.
@@ -77,6 +80,27 @@ class Routing:
     load: torch.Tensor = field(repr=False)
     everyones: torch.Tensor | None = field(default=None, repr=False)
     assigned: int | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        # No fields: a call that goes straight to its launches makes them anew, too.
+        ids = self.topk_ids
+        told = not isinstance(self.group, str) and not ids.is_inference()
+        self._version, self._captured = ids._version if told else None, told and _is_captured(ids)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Copies have ids of their own."""
+        vars(self).update(state)
+        self.__post_init__()
+
+    def check_ids(self) -> None:
+        """Raise ValueError if ids were written to since, unless a CUDA graph reads them anew."""
+        if self._version is None or self._version == self.topk_ids._version:
+            return
+        if not self._captured or _is_captured(self.topk_ids):
+            raise ValueError(
+                f"topk_ids {tuple(self.topk_ids.shape)} were written to after they were routed, "
+                f"and a routing shares int32 ones: write to other memory, or route a clone"
+            )
 
     @property
     def top_k(self) -> int:
@@ -121,6 +145,7 @@ class Routing:
 
     def taken_apart(self) -> tuple[Any, ...]:
         """What calls of kernels go by, but for the group: see `repeatable`."""
+        self.check_ids()
         numbers = self.tensor_parallel_size, self.tokens, self.experts, self.assigned
         return *numbers, self.topk_ids, self.ends, self.ranks, self.rows, self.slots
 
@@ -199,6 +224,10 @@ class Routing:
         return padding.repeat_interleave(self.tensor_parallel_size).nonzero().squeeze(1)
 
 
+def _is_captured(ids: torch.Tensor) -> bool:
+    return ids.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 class Roster(NamedTuple):
     """What all ranks know of each other before they know their ids; fields as of `Routing`."""
 
@@ -228,8 +257,8 @@ def route(
     Args:
         topk_ids: (T, k) of any integer dtype: the experts of each of this rank's tokens, numbered
             through all ranks; -1 for padding. T may differ between ranks and be 0. An expert that
-            is named twice computes the token twice.
-        num_experts: of all ranks; those that hold them have torch.chunk's share each.
+            is named twice computes the token twice. Leave int32 ones as they are until backward.
+        num_experts: of all ranks, up to 32,767; those that hold them have torch.chunk's share each.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         tensor_parallel_size: on how many consecutive ranks each expert is, a part of its hidden
             features on each.
@@ -240,7 +269,7 @@ def route(
     Raises:
         ValueError: on every rank, if an id of any rank is out of range, or a rank receives more
             rows than `capacity` (on a GPU: an assertion on the device); ranks that
-            `tensor_parallel_size` does not divide.
+            `tensor_parallel_size` does not divide; too many experts.
         MismatchError: on every rank, if they differ in k, or in the number of experts.
 
     Example:
@@ -272,7 +301,8 @@ def routed(
     """
     check_tokens(topk_ids)
     if is_call_traced(topk_ids):  # see `custom_ops`
-        ids = topk_ids.detach().to(torch.int32).contiguous()
+        # A copy, or what the graph writes to topk_ids later would be seen.
+        ids = topk_ids.detach().to(torch.int32, copy=True).contiguous()
         name, op = group_name(group), torch.ops.weft.route
         made = op(ids, own_experts, name, tp, capacity, sizes, num_experts)
         return Routing.of_tensors([ids, *made], name, tp)
@@ -362,6 +392,7 @@ def check_sets(group: Group, tp: int) -> None:
         )
 
 
+_MOST_EXPERTS = (1 << 15) - 1  # see `_told`
 _INTEGERS = torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8
 
 
@@ -402,9 +433,9 @@ def _told(
     """Every rank's tokens, experts, and largest id, or smallest if that is below -1."""
     tokens, experts, extreme = mine
     op = "routing of tokens to experts"
-    # In one word: 15 bits for experts, 16 signed ones for the id.
+    # In one word: 16 bits for experts, of which there may be fewer, 16 signed ones for the id.
     extreme = max(-(1 << 15), min(extreme, (1 << 15) - 1)) + (1 << 15)
-    words = agree(group, op, tokens << 32 | experts << 16 | extreme, same)
+    words = agree(group, op, tokens << 32 | min(experts, 0xFFFF) << 16 | extreme, same)
     return [(w >> 32, w >> 16 & 0xFFFF, (w & 0xFFFF) - (1 << 15)) for w in words]
 
 
@@ -415,6 +446,8 @@ def _check_experts(tp: int, experts: list[int], extremes: list[int], E: int) -> 
             f"each {tp} consecutive ranks hold parts of the same experts, as "
             f"tensor_parallel_size={tp}, but ranks have {experts} of them"
         )
+    if E > _MOST_EXPERTS:
+        raise ValueError(f"ranks may have up to {_MOST_EXPERTS} experts in all, got {E} or more")
     if wrong := {rank: id for rank, id in enumerate(extremes) if not -1 <= id < E}:
         raise ValueError(
             f"topk_ids must be between 0 and {E - 1}, as the ranks have {E} experts, or -1 for "

@@ -221,6 +221,7 @@ class _QuantizedRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         routing: Routing = ctx.routing
+        routing.check_ids()
         parts = to_tokens(grad.to(routing.wire(grad)), routing)
         return weighted_sum(parts, None, routing.tensor_parallel_size, grad.dtype), None
 

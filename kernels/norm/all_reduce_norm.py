@@ -27,7 +27,7 @@ from weft.collectives.ranks.flight import call_of
 from weft.collectives.ranks.group import GroupLike, group_name
 from weft.collectives.ranks.traced import is_call_traced
 from weft.kernels.engine.fp8 import Quantize, check_quantize, magnitudes, quantized
-from weft.kernels.engine.local_matmul import as_rows, check_residual, needs_gradient
+from weft.kernels.engine.local_matmul import as_rows, check_residual, needs_gradient, sum_dtype
 from weft.kernels.norm.rms_norm import (
     NormCall,
     by_kernel,
@@ -48,7 +48,7 @@ def all_reduce_residual_rms_norm(
     weight: torch.Tensor | None,
     group: GroupLike = None,
     *,
-    eps: float = 1e-6,
+    eps: float | None = 1e-6,
     quantize: Quantize | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """rms_norm of the sum of every rank's x and a residual, and that sum; all on every rank.
@@ -61,6 +61,7 @@ def all_reduce_residual_rms_norm(
         residual: like x, the same on every rank; None: nothing is added.
         weight: (H,) of any floating dtype, the same on every rank; None: ones.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
+        eps: None: that of fp32 (fp64 for fp64), which is what F.rms_norm takes.
         quantize: "fp8": y in torch.float8_e4m3fn, for matmuls that take `scale_a`.
 
     Returns:
@@ -89,6 +90,9 @@ def all_reduce_residual_rms_norm(
             f"{_OP} with quantize={quantize!r} has no gradient: call it under torch.no_grad(), or "
             f"quantize the result of a call without"
         )
+    if eps is None:
+        check(x, weight)
+        eps = torch.finfo(sum_dtype(x)).eps
     if is_call_traced(x):  # see `custom_ops`
         check(x, weight)
         op = torch.ops.weft.all_reduce_residual_rms_norm

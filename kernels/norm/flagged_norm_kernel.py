@@ -188,7 +188,7 @@ def _norm_row(call, y_ptr, scales_ptr, sums_ptr, row, source, weight, eps, dtype
         inverse = tl.rsqrt(squares / call.H + eps)
         if V.quantizes:
             # As `team_rows.norm_row`.
-            scale = tl.maximum(largest * inverse, 1.1754943508222875e-38) / 448.0
+            scale = tl.maximum(largest * inverse, 6.018531076210112e-36) / 448.0
             tl.store(scales_ptr + row, scale, mask=tl.program_id(0) % V.team == 0)
             result = fp8_bits(h * weight * inverse / scale)
         else:

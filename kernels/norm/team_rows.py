@@ -170,8 +170,8 @@ def norm_row(
         result = rounded(y, y_ptr.dtype.element_ty)
     else:
         largest = tl.load(partial.largest + i * TEAM + tl.arange(0, TEAM))
-        # As `fp8.quantized`: the least divisor is that of the smallest normal number.
-        scale = tl.maximum(signals.greatest(largest) * inverse, 1.1754943508222875e-38) / 448.0
+        # As `fp8.quantized`.
+        scale = tl.maximum(signals.greatest(largest) * inverse, 6.018531076210112e-36) / 448.0
         tl.store(scales_ptr + row, scale, mask=tl.program_id(0) % TEAM == 0)
         y = _weighted(total.to(tl.float32), call, weight_ptr) * inverse
         result = fp8_bits(y / scale)

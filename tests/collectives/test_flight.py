@@ -53,6 +53,24 @@ def test_the_ring_holds_the_last_calls_only() -> None:
     assert second.words(1, flight.call_of("c", ()).hash) == "c"
 
 
+def test_long_lists_are_told_apart_in_words_that_fit() -> None:
+    cuts = [*range(0, 4000, 40), 4000]
+    one, other, first = (
+        flight.call_of("ring_attention", (("documents", tuple(each)), ("scale", scale)), "host")
+        for each, scale in ((cuts, 1.0), ([*cuts[:95], 3801, *cuts[96:]], 1.0), (cuts, 2.0))
+    )
+    known = (
+        r"ring_attention, documents \[0, 40, 80, \.\. 101 in all, #[0-9a-f]+\], scale 1.0 \(host\)"
+    )
+    for call in (one, other):
+        assert re.fullmatch(known, call.text.decode())
+    assert len({call.text for call in (one, other, first)}) == 3
+    assert len({call.hash for call in (one, other, first)}) == 3
+    long = [flight.call_of("é" * 200 + end, ()) for end in ("x", "y")]
+    assert long[0].text != long[1].text and max(len(each.text) for each in long) <= 248
+    assert [each.text.decode()[:100] for each in long] == ["é" * 100] * 2
+
+
 def test_groups_and_processes_do_not_mix() -> None:
     own = flight.FlightRecorder()
     readers = {0: flight.Reader(own.ring)}

@@ -201,5 +201,21 @@ def test_lines_of_the_program_are_told_on_demand() -> None:
         with pytest.raises(weft.MismatchError, match=r"test_mismatches\.py:\d+.*test_mismatches"):
             collectives.all_reduce(x if rank else x.int())
         assert collectives.all_reduce(x).tolist() == [2.0] * 4
+        # What differs comes after a long list, on an engine that does not compare calls itself.
+        q, cuts = torch.ones(1, 1, 2000, 8), [0, *range(7, 4000, 13), 4000]
+        asked: Any = {"cu_seqlens": cuts, "sizes": [2000, 2000], "scale": 0.5 + rank}
+        with (
+            weft.engine("generic"),
+            pytest.raises(weft.MismatchError, match=r"scale 1\.5.* 310 in"),
+        ):
+            weft.ring_attention(q, q, q, **asked)
+        for pad in "", "x":  # paths longer than what is told of them, cut amid a letter
+            at = {"__name__": "program", "all_reduce": collectives.all_reduce}
+            source = "def made(x): return all_reduce(x)"
+            exec(compile(source, f"/{pad}{'é' * 600}.py", "exec"), at)
+            made: Any = at["made"]
+            assert made(x).tolist() == [2.0] * 4
+            with pytest.raises(weft.MismatchError, match=r"é\.py:1\).*é\.py:1\)"):
+                made(x if rank else x.int())
     finally:
         del os.environ["WEFT_CHECK"]

@@ -102,6 +102,26 @@ def run_case(case: dict[str, Any]) -> None:
         check("dweight", weight.grad, exact_weight.grad, rows, dtype)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_eps_of_torch_and_zeros_in_fp8(engine: Any) -> None:
+    x = numbers(3, 8, seed=0, dtype=torch.bfloat16) * 1e-3
+    with weft.engine(engine):
+        y, h = op(x, None, None, eps=None)
+        wanted = torch.nn.functional.rms_norm(h.float(), (8,)).to(y.dtype)
+        torch.testing.assert_close(y, wanted, rtol=2**-7, atol=0)
+        compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x, None, None, eps=None)[0], y)
+        torch.set_flush_denormal(True)  # the scale of zeros must not be subnormal
+        try:
+            made = [op(torch.zeros(T, 8), None, None, quantize="fp8") for T in (1, 3, 70)]
+        finally:
+            torch.set_flush_denormal(False)
+    for small, _, scale in made:
+        assert not small.float().any()
+        assert torch.equal(scale, torch.full_like(scale, 2.0**-117 / 448))
+
+
 def loss(x: torch.Tensor, kept: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     y, h = op(x, kept, weight, eps=1e-2)
     return (y * y.detach().cos()).sum() + (h * h).sum()

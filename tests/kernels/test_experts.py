@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import time
 from contextlib import ExitStack
@@ -17,10 +18,12 @@ from torch.nn import functional
 import weft
 from weft import sim
 from weft.collectives import chunk_sizes, resolve, workspace
+from weft.collectives.memory import repeatable
 from weft.collectives.memory.workspace import Workspace
 from weft.kernels import route
 from weft.kernels.expert_kernels import combine_launch, dispatch_launch, few_tokens_launch
 from weft.kernels.experts import launched
+from weft.kernels.experts import routing as routing_module
 from weft.kernels.experts.dispatch import dispatch_grouped_matmul_reference
 
 ENGINES = ("host", "generic", pytest.param("triton", marks=needs_interpreter))
@@ -323,6 +326,110 @@ def rows_alone(engine: Any) -> None:
     times = (ids >= 0).sum(1, keepdim=True)
     close("y", y, x.detach().double() * times, 1)
     close("dx", x.grad, times.double().expand(-1, K), 1)
+
+
+def ids_written_to(engine: Any) -> None:
+    """Between a routing and what reads its ids: never a wrong result."""
+    told, rank = Problem({"tokens": (5, 4), "k": 2}, 2), dist.get_rank()
+    experts, _ = told.own(rank)
+    leaves = [told.xs[rank], told.up[experts], told.down[experts], told.weights[rank]]
+    x, up, down, weights = (each.clone().requires_grad_() for each in leaves)
+    overwritten = pytest.raises(ValueError, match=r"topk_ids \(., 2\) were written to after")
+
+    def forward(ids: torch.Tensor, changed: bool = False) -> torch.Tensor:
+        h, routing = weft.dispatch_grouped_matmul(x, ids, up)
+        if changed:
+            ids.zero_()
+        return weft.grouped_matmul_combine(h, down, weights, routing)
+
+    with weft.engine(engine):
+        wanted = forward(told.ids[rank])
+        assert torch.equal(forward(told.ids[rank].clone(), changed=True), wanted)  # int64: a copy
+        ids = told.ids[rank].int()
+        assert torch.equal(forward(ids), wanted)
+        with overwritten:
+            forward(ids, changed=True)
+        ids.copy_(told.ids[rank])
+        y = forward(ids)
+        rows = weft.kernels.dispatch(x, routing := route(ids, told.E), quantize="fp8")
+        copied = copy.deepcopy(routing)
+        ids.zero_()
+        # The collectives of the generic engine have kept what they need.
+        for late in (rows,) if engine == "generic" else (y, rows):
+            with overwritten:
+                late.sum().backward()
+        with overwritten:
+            weft.kernels.dispatch(x, routing)
+        assert torch.equal(weft.kernels.dispatch(x, copied, quantize="fp8"), rows)
+        forward(ids).sum().backward()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_ids_that_were_written_to_since(ranks: Any, engine: str) -> None:
+    ranks(2, ids_written_to, engine)
+
+
+@pytest.mark.ranks(2)
+def test_ids_of_calls_that_are_made_straight_and_of_cuda_graphs() -> None:
+    ids = torch.tensor([[0], [1]], dtype=torch.int32)
+    routing = route(ids, 2)
+    tensors = [value for value in vars(routing).values() if isinstance(value, torch.Tensor)]
+    remade = repeatable._rebuilt(routing, tensors)
+    assert remade is not None
+    ids.copy_(ids.flip(0))
+    with pytest.raises(ValueError, match="were written to"):
+        routing.taken_apart()
+    again = remade(tensors)
+    again.taken_apart()
+    ids.copy_(ids.flip(0))
+    with pytest.raises(ValueError, match="were written to"):
+        again.taken_apart()
+    with patch.object(routing_module, "_is_captured", lambda ids: True):
+        captured = remade(tensors)
+        ids.copy_(ids.flip(0))
+        with pytest.raises(ValueError, match="were written to"):
+            captured.check_ids()
+    captured.check_ids()  # the graph was replayed
+
+
+def products_beyond_half() -> None:
+    """Gradients of weights are sums of products that float16 does not hold."""
+    for engine in ("host", "generic"):
+        with weft.engine(engine):  # type: ignore[arg-type]
+            routing = route(torch.full((2, 1), dist.get_rank()), dist.get_world_size())
+            rows = torch.full((routing.count, 4), 300.0, dtype=torch.float16)
+            weights = torch.ones(2, 1, requires_grad=True)
+            weft.kernels.combine(rows, weights, routing).backward(rows[:2])
+        assert weights.grad is not None and weights.grad.tolist() == [[360000.0]] * 2, engine
+
+
+def test_gradients_of_weights_are_added_up_in_fp32(ranks: Any) -> None:
+    ranks(2, products_beyond_half)
+
+
+def zeros_in_fp8(engine: Any) -> None:
+    """Where the CPU flushes subnormal numbers, as the scale of zeros must not be one."""
+    torch.set_flush_denormal(True)
+    try:
+        with weft.engine(engine):
+            routing = route(torch.tensor([[0], [1]]), 2)
+            rows = weft.kernels.dispatch(torch.zeros(2, K), routing, quantize="fp8")
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(rows, torch.zeros(2, K))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_rows_of_zeros_in_fp8(ranks: Any, engine: str) -> None:
+    ranks(2, zeros_in_fp8, engine)
+
+
+@pytest.mark.ranks(2)
+def test_more_experts_than_can_be_told() -> None:
+    for count in (32_768, 40_000, 140_000):
+        with pytest.raises(ValueError, match=r"up to 32767 experts in all"):
+            route(torch.tensor([[count - 1]]), count)
+    assert int(route(torch.tensor([[32_766]]), 32_767).load.sum()) == 2
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -176,6 +176,23 @@ def loss(x: torch.Tensor, weight: torch.Tensor, kept: torch.Tensor) -> torch.Ten
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("engine", ENGINES)
+def test_results_may_be_written_to(engine: Any) -> None:
+    for shape, dim in (((4, 6), 0), ((2, 4, 6), 1)):
+        x = numbers(*shape, seed=dist.get_rank()).requires_grad_()
+        with weft.engine(engine):
+            (once,) = torch.autograd.grad(op(x, dim=dim)[0].square().sum(), x)
+            y, h = op(x, dim=dim)
+            y.mul_(2)
+            (fourfold,) = torch.autograd.grad(y.square().sum(), x)
+            torch.testing.assert_close(fourfold, 4 * once)
+            y, h = op(x, dim=dim)
+            h.add_(1)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.sum().backward()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("engine", ENGINES)
 def test_second_derivatives(engine: Any) -> None:
     rank = dist.get_rank()
     xs = [numbers(4, 6, seed=r).requires_grad_() for r in range(2)]
