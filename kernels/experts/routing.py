@@ -225,7 +225,7 @@ class Routing:
 
 
 def _is_captured(ids: torch.Tensor) -> bool:
-    return ids.is_cuda and torch.cuda.is_current_stream_capturing()
+    return not on_cpu(ids) and not is_eager(ids.device)
 
 
 class Roster(NamedTuple):
