@@ -32,6 +32,7 @@ from weft.dtensor.layout.boxes import Layout, layout_of
 from weft.dtensor.layout.placements import Placements, is_shard, shard_dim
 from weft.dtensor.layout.symbolic import cached
 from weft.dtensor.move.explicit import check_explicit
+from weft.dtensor.move.redistribute import move
 from weft.dtensor.move.transfers import move_plan, same_shard
 from weft.dtensor.rules.products import (
     linear_input_grad,
@@ -45,7 +46,6 @@ from weft.dtensor.tensor import (
     DTensor,
     as_global,
     before_write,
-    local_as,
     local_part,
     outside_result,
     redistributed,
@@ -112,8 +112,10 @@ class PendingProduct:
     def __init__(self, product: Product, plan: CallPlan, operands: _Operands) -> None:
         self.product, self.plan, self.operands = product, plan, operands
         self.layout: Layout = plan.result
-        self.locals = tuple(None if t is None else t._local_tensor for t in operands)
-        self.versions = [None if t is None else t._version for t in self.locals]
+        # Of its own, as torch.utils.swap_tensors gives operands those of other tensors.
+        given = [t for t in operands if t is not None]
+        self.locals, self.layouts = [t._local_tensor for t in given], [t._layout for t in given]
+        self.versions = [local._version for local in self.locals]
         self.result: torch.Tensor | None = None
         self.result_version = 0
         self.settled = False
@@ -122,13 +124,11 @@ class PendingProduct:
 
     def is_apart_from(self, storages: set[int]) -> bool:
         """Whether neither operands nor result lie in one of these."""
-        own = _storages([t for t in (*self.locals, self.result) if t is not None])
+        own = _storages(self.locals if self.result is None else [*self.locals, self.result])
         return own is not None and own.isdisjoint(storages)
 
     def _unchanged(self) -> bool:
-        return all(
-            t is None or t._version == v for t, v in zip(self.locals, self.versions, strict=True)
-        )
+        return all(t._version == v for t, v in zip(self.locals, self.versions, strict=True))
 
     def value(self) -> torch.Tensor:
         """This rank's term of the sum; one rank of each mesh dim that is summed adds the bias."""
@@ -148,22 +148,21 @@ class PendingProduct:
         return self.result
 
     def _is_traced(self) -> bool:
-        return self.locals[0] is not None and is_traced(self.locals[0])
+        return is_traced(self.locals[0])
 
     def _own_operands(self) -> list[torch.Tensor]:
-        tensors = [t for t in self.operands if t is not None]
         own = []
-        for i, tensor in enumerate(tensors):
+        for i, (local, layout) in enumerate(zip(self.locals, self.layouts, strict=True)):
             target = None if self.plan.moves is None else self.plan.moves[i]
             if target is None:
-                own.append(tensor._local_tensor)
+                own.append(local)
             elif i < 2:
-                own.append(local_as(tensor, target))
+                own.append(move(local, layout, target))
             elif not any(
                 isinstance(p, Partial) and at
                 for p, at in zip(target.placements, target.coordinate, strict=True)
             ):
-                own.append(local_as(tensor, _without_sums(target)))
+                own.append(move(local, layout, _without_sums(target)))
         return own
 
     def redistribute(self, tensor: DTensor, target: Layout) -> DTensor | None:
@@ -182,6 +181,9 @@ class PendingProduct:
     def _why_not(self, tensor: DTensor) -> str:
         if self.settled or not self._unchanged():
             return "an operand has been written since"
+        now = [t._local_tensor for t in self.operands if t is not None]
+        if any(local is not own for local, own in zip(now, self.locals, strict=True)):
+            return "an operand has been swapped since"
         if self.result is not None and self.result._version != self.result_version:
             return "its value has been written"
         if tensor._backward_hooks or tensor.retains_grad:

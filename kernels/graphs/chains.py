@@ -219,6 +219,9 @@ def cast_before(gather: Node) -> None:
                 return
             elif user not in chain:
                 chain.append(user)
+    joins = [each for each in chain if is_call(each, aten.cat.default)]
+    if any({*each.all_input_nodes} - {*chain} for each in joins):
+        return  # what it is joined to stays wide
     dtypes = {each.meta["val"].dtype for each in casts}
     x = gather.args[0]
     assert isinstance(x, Node)

@@ -121,7 +121,7 @@ class VocabParallelEmbedding(ParallelModule):
             ValueError: a token outside the vocabulary (checked on a CPU only: on a GPU the host
                 would have to wait).
         """
-        if tokens.device.type == "cpu" and not torch.compiler.is_compiling() and tokens.numel():
+        if tokens.device.type == "cpu" and not is_call_traced(tokens) and tokens.numel():
             low, high = (int(end) for end in tokens.aminmax())
             if low < 0 or high >= self.num_embeddings:
                 raise ValueError(

@@ -453,6 +453,11 @@ def test_pending() -> None:
     y = functional.linear(x, w, b)
     x.unsqueeze_(0)
     torch.testing.assert_close(y.redistribute(placements=[Shard(1)]).full_tensor(), want)
+    for target in ([Replicate()], [Shard(1)]):
+        x, w, b = operands(False)
+        y = functional.linear(x, w, b)
+        torch.utils.swap_tensors(x, distribute_tensor(3 * xw, mesh, [Shard(2)]))
+        torch.testing.assert_close(y.redistribute(placements=target).full_tensor(), want)
     x, w, b = operands(False)
     y = functional.linear(x, w, b)
     x._local_tensor.zero_()

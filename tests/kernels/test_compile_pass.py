@@ -438,8 +438,27 @@ def chains() -> list[Any]:
         alone = rows.unsqueeze(0)
         return torch.matmul(alone, rows) + torch.bmm(alone, alone) + rows
 
+    def cast_beside_others(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Casts of what is gathered joined to what is not, or not by this gather."""
+        rows = torch.cat([gather(x, 1), x], 1).to(half)
+        return (
+            rows,
+            rows @ up.to(half),
+            torch.cat([gather(x.cos(), 1), gather(x.sin(), 1)]).to(half),
+        )
+
     found = [rewritten(einsum, x), rewritten(cast_up, x, atol=0.5), rewritten(cast_down, x)]
-    more = sliced, used_in_part, squared, of_one, mean_of_sums, sums, uneven_sums, something_else
+    more = (
+        cast_beside_others,
+        sliced,
+        used_in_part,
+        squared,
+        of_one,
+        mean_of_sums,
+        sums,
+        uneven_sums,
+        something_else,
+    )
     return [*found, *(rewritten(call, x) for call in more)]
 
 
@@ -502,6 +521,7 @@ def test_casts_batches_of_one_and_sums_of_matmuls(ranks: Any) -> None:
             both,
             both,
             [("matmul_all_reduce", "a matmul")],
+            [("", "no matmul takes it as its rows")] * 3,
             both,
             [("", "this rank's partial result has other uses")],
             [("", "no matmul takes it as its rows")],

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.nn.functional import cross_entropy
 
 import weft
@@ -48,6 +49,8 @@ def test_embedding(rows: int, sequence_dim: int | None) -> None:
         out.backward(mine(dy))
         assert whole.weight.grad is not None
         torch.testing.assert_close(each.weight.grad, mine(whole.weight.grad, 0))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert again(mode.from_tensor(tokens)).shape == mine(expected).shape
     with pytest.raises(ValueError, match=rf"tokens must be 0 \.\. {rows - 1}, got 0 \.\. {rows}"):
         module(torch.tensor([0, rows]))
     with pytest.raises(ValueError, match="without max_norm"):
