@@ -70,7 +70,8 @@ def _gpu_lines(results: Path) -> list[str]:
             if (what := _figure_kind(case)) and case.gain is not None:
                 groups.setdefault((what, case.peer), []).append(case)
         told = [
-            f"{what} at {_gain_range(_median_gains(cases))} of {_LIBRARY.get(peer, peer)}"
+            f"{what.format(rows=min(case.params.get('M', 0) for case in cases))} at "
+            f"{_gain_range(_median_gains(cases))} of {_LIBRARY.get(peer, peer)}"
             for (what, peer), cases in groups.items()
         ]
         name = runs[0].environment["gpus"][0]["name"]
@@ -85,12 +86,12 @@ _LIBRARY = {"torch.mm": "cuBLAS"}
 
 
 def _figure_kind(case: Case) -> str:
-    """What a figure of one rank is of; empty if it is none that the README tells."""
+    """What a figure of one rank is of ({rows}: the fewest); empty if the README tells of none."""
     p = case.params
     if p.get("dtype") != "bfloat16" or p.get("epilogue"):
         return ""
     if case.suite == "matmul":
-        return "matmuls from 1024 rows" if p["M"] >= 1024 else "matmuls of fewer rows"
+        return "matmuls from {rows} rows" if p["M"] >= 1024 else "matmuls of fewer rows"
     if case.suite == "local attention":
         return f"attention {p['step']}"
     is_fused = case.suite == "solo" and p["op"] in OPS and p["M"] >= 1024

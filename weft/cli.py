@@ -46,6 +46,7 @@ EXTRAS = {
     "rich": "rich",
     "yaml": "pyyaml",
 }
+PICTURES = (".png", ".svg", ".pdf", ".jpg")
 INSTALL_EXTRAS = f"pip install {' '.join(EXTRAS.values())}"
 
 _EPILOG = """\
@@ -84,6 +85,26 @@ def at_least(least: int, why: str = "") -> Callable[[str], int]:
 
 # A `type=` of --ranks, where one rank has nothing to do.
 several = at_least(2, ": one rank has no peers")
+
+
+def new_file(text: str) -> Path:
+    """A `type=` of argparse: a file that can be written, which is told before the work."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"no folder {str(path.parent)!r} to write {path.name!r} to"
+        )
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder: name a file in it")
+    return path
+
+
+def new_picture(text: str) -> Path:
+    """A `type=` of argparse, as `new_file`, of pictures."""
+    path = new_file(text)
+    if path.suffix not in PICTURES:
+        raise argparse.ArgumentTypeError(f"must be {', '.join(PICTURES)}, got {path.name!r}")
+    return path
 
 
 def device_and_ranks(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 
 def markdown_lines(
@@ -25,3 +27,18 @@ def between_marks(page: str, mark: str, text: str) -> str:
     if count != 1:
         raise ValueError(f"the page must hold {begin} ... {end} once, found {count}")
     return made
+
+
+def page_with(mark: str) -> Callable[[str], Path]:
+    """A `type=` of argparse: a page that has this mark, which is told before the work."""
+
+    def page(text: str) -> Path:
+        try:
+            between_marks(Path(text).read_text(), mark, "")
+        except OSError as error:
+            raise argparse.ArgumentTypeError(f"{text}: cannot be read, {error.strerror}") from None
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text}: {error}") from None
+        return Path(text)
+
+    return page

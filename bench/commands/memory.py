@@ -20,7 +20,7 @@ import weft
 from weft import collectives
 from weft.bench.report import terminal
 from weft.bench.report.tables import TextTable, figure
-from weft.cli import Parser, at_least, several
+from weft.cli import Parser, at_least, make_folder, several
 from weft.collectives import resolve
 from weft.kernels import zigzag_sizes
 from weft.launch import launch
@@ -207,6 +207,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if min(args.tokens) < 2 * max(args.ranks):
         parser.error(f"--tokens must be two a rank, got {args.tokens} for --ranks {args.ranks}")
+    if args.out:
+        try:
+            make_folder(args.out)
+        except ValueError as error:
+            parser.error(str(error))
     lengths = sorted(args.tokens)
     rows = [
         row
@@ -216,7 +221,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     shown = peaks_table(rows, args.heads, args.head_dim)
     terminal.print_table(shown)
     if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
         with (args.out / "memory.csv").open("w", newline="") as file:
             out = csv.DictWriter(file, [field.name for field in fields(PeakMemory)])
             out.writeheader()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.cli import Parser, at_least
+from weft.cli import Parser, at_least, new_picture
 from weft.demo.model import Llama, LlamaShape
 from weft.dtensor import DeviceMesh, Plan, plan
 from weft.dtensor.plans.planning import bytes_of
@@ -72,7 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="the model may return DTensors, for loss_parallel, rather than whole tensors",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw layouts along the model")
+    parser.add_argument(
+        "--plot", type=new_picture, metavar="FILE", help="draw layouts along the model"
+    )
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     try:
         model, sample = _model_and_sample(args)

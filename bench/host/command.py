@@ -24,7 +24,7 @@ from pathlib import Path
 from weft.bench.host.calls import CALLS
 from weft.bench.report import terminal
 from weft.bench.report.tables import TextTable, figure
-from weft.cli import at_least
+from weft.cli import at_least, new_file
 from weft.sim.progress_bar import progress
 
 
@@ -42,7 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--rounds", type=at_least(1), default=15, metavar="N", help="of 20 calls each (15)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    parser.add_argument(
+        "--json", type=new_file, metavar="FILE", help="write the figures there, too"
+    )
     parser.add_argument(
         "--profile", action="store_true", help="also tell in which functions the time goes"
     )

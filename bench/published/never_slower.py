@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -36,7 +36,7 @@ from weft.collectives.prices.hardware import Hardware, named
 from weft.collectives.protocols import Collective
 from weft.kernels.engine import engines, fused_times, tuning
 from weft.kernels.engine.chips import Tiling, known
-from weft.markdown import between_marks, markdown_lines
+from weft.markdown import between_marks, markdown_lines, page_with
 
 CHIPS = ("h100", "h200", "b200", "mi300x")
 MODELS = ("llama-3-8b", "llama-3-70b", "llama-3-405b", "qwen2-72b")
@@ -47,6 +47,7 @@ ATTENTION = "ring_attention"
 OPS = (*tuning.OPS, *COLLECTIVES, ATTENTION)
 _SUMS = ("matmul_reduce_scatter", "matmul_all_reduce", "all_reduce", "reduce_scatter")
 _DTYPE = torch.bfloat16
+_MARK = "never-slower"
 
 
 class Asked(NamedTuple):
@@ -239,12 +240,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--check", type=float, metavar="RATIO", help="fail where auto takes more of the best"
     )
     parser.add_argument(
-        "--page", type=Path, help="write the summary into this Markdown file, between its marks"
+        "--page",
+        type=page_with(_MARK),
+        metavar="PAGE",
+        help="write the summary into this Markdown file, between its marks",
     )
     parser.add_argument("--ops", default=",".join(OPS), help=f"(default {','.join(OPS)})")
     args = parser.parse_args(argv)
     if unknown := set(args.ops.split(",")) - set(OPS):
         parser.error(f"ops must be of {', '.join(OPS)}, got {', '.join(sorted(unknown))}")
+    if args.check is not None and not 0 < args.check < math.inf:
+        parser.error(f"--check must be above 0 and finite, got {args.check:g}")
     found = list(compared(args.ops.split(",")))
     limit = args.check or 1.05
     if args.json:
@@ -259,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         table = "\n".join(choice_lines(found, limit))
         print(table)
         if args.page:
-            args.page.write_text(between_marks(args.page.read_text(), "never-slower", table))
+            args.page.write_text(between_marks(args.page.read_text(), _MARK, table))
         for each in found if args.all else ():
             for how, made in (("", _as_is(each)), (" (asked)", each.asked)):
                 if made.ratio > limit and (not how or each.op in _SUMS):

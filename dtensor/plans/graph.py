@@ -137,8 +137,9 @@ def recorded(model: nn.Module, sample: Sequence[Any]) -> Graph:
     except (torch._dynamo.exc.TorchRuntimeError, RuntimeError) as error:
         raise NotImplementedError(
             f"plan: torch.export cannot record {type(model).__name__} on these arguments: "
-            f"{str(error).splitlines()[0]}. Where shapes or branches depend on values, give it a "
-            f"forward whose ops are the same for all (experts on all tokens, masked) to plan with"
+            f"{str(error).splitlines()[0].rstrip('.')}. Where shapes or branches depend on values, "
+            f"give it a forward whose ops are the same for all (experts on all tokens, masked) "
+            f"to plan with"
         ) from error
     finally:
         for hook in hooks:

@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +31,7 @@ from weft.kernels.compile.aot_cases import Launch, launches
 from weft.kernels.compile.known_spills import known_spills
 from weft.kernels.compile.machine_code import TARGETS, compiled_launch, source
 from weft.kernels.engine.chips import Chip, known
+from weft.markdown import page_with
 
 _T = TypeVar("_T")
 # Chips by the names that people, and `weft sim --hardware`, call them.
@@ -387,7 +387,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="what a step of each main loop issues, beside plain kernels (docs/virtual_time.md)",
     )
-    parser.add_argument("--page", type=Path, help="with --loop: put the table into this page")
+    parser.add_argument(
+        "--page",
+        type=page_with(aot_loop.MARK),
+        metavar="PAGE",
+        help="with --loop: put the table into this page",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
     options = parser.parse_args(arguments)
     given = [arch for each in options.arch for arch in each.split(",") if arch]

@@ -333,8 +333,10 @@ def text(reports: Sequence[LoopReport]) -> str:
     return "\n".join(lines)
 
 
+MARK = f"loops, Triton {'.'.join(triton.__version__.split('.')[:2])}"
+
+
 def with_table(page: str, reports: Sequence[LoopReport]) -> str:
     """A page of Markdown with the reports as the table of this Triton between its marks."""
     table = markdown_lines(_COLUMNS, [*map(cells, reports)], texts=2)
-    version = ".".join(triton.__version__.split(".")[:2])
-    return between_marks(page, f"loops, Triton {version}", "\n".join(table))
+    return between_marks(page, MARK, "\n".join(table))

@@ -18,7 +18,7 @@ from test_hosts import QUICK, on_hosts
 
 from weft import settings, versions
 from weft.bench import cli, rows
-from weft.bench.commands import across, doctor, explain, modelled_launches, trial, tune
+from weft.bench.commands import across, doctor, explain, memory, modelled_launches, trial, tune
 from weft.bench.report import compare
 from weft.bench.rows import Case, Result, Timing
 from weft.cli import main as weft
@@ -120,10 +120,33 @@ def test_where_it_cannot_write_is_told_before_the_run(tmp_path: Path, capsys: An
     for main, given in (
         (cli.main, ["ops", "--quick"]),
         (tune.main, ["--shapes", "8,8,8", "--device", "cpu"]),
+        (memory.main, ["--tokens", "64"]),
     ):
         with pytest.raises(SystemExit):
             main([*given, "--out", str(tmp_path / "file")])
         assert "file: cannot write there, File exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        ("plan --plot nowhere/x.svg", "no folder 'nowhere' to write 'x.svg' to"),
+        ("plan --plot x.foo", "must be .png, .svg, .pdf, .jpg, got 'x.foo'"),
+        ("bench host --json /", "'/' is a folder: name a file in it"),
+        ("bench never-slower --page nowhere.md", "nowhere.md: cannot be read, No such file"),
+        ("bench never-slower --page README.md", "the page must hold <!-- never-slower -->"),
+        ("bench never-slower --check nan", "--check must be above 0 and finite, got nan"),
+        ("bench never-slower --check 0", "--check must be above 0 and finite, got 0"),
+        ("aot --loop --page nowhere.md", "nowhere.md: cannot be read, No such file"),
+    ],
+)
+def test_files_and_limits_are_checked_before_the_work(
+    command: str, text: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as left:
+        weft(command.split())
+    assert left.value.code == 2 and text in capsys.readouterr().err
 
 
 def test_explain_tells_what_could_not_be_timed() -> None:

@@ -182,6 +182,8 @@ def test_misuse() -> None:
 
     with pytest.raises(NotImplementedError, match=r"cannot record Branching on these arguments"):
         plan(Branching(8, 8), mesh, torch.ones(2, 8), hardware="h100")
+    with pytest.raises(NotImplementedError, match=r"cannot record Linear .*[^.]\. Where shapes"):
+        plan(nn.Linear(4, 8), mesh, torch.ones(2, 8), hardware="h100")
 
     class Twice(nn.Module):
         def __init__(self) -> None:
