@@ -36,7 +36,7 @@ from weft.collectives.device.launches import LOOKS, Repeated, launching, layouts
 from weft.collectives.memory import exchange, repeatable
 from weft.collectives.memory.repeatable import Straight
 from weft.collectives.memory.workspace import Workspace, workspaces
-from weft.collectives.ranks.group import resolve
+from weft.collectives.ranks.group import alone, resolve
 
 OTHER = measure.RANK + 1  # whose tensors are taken the second time
 _SEEN: list[list[bytes]] = []
@@ -331,6 +331,8 @@ def straight_cases() -> Iterator[tuple[str, str]]:
             yield "tensors of inference", way(partial(weft.all_gather_matmul, x.clone(), w))
         yield "after all of these", way(gather, "straight")
         yield "lengths that are given", way(partial(gather, sizes=lengths), "straight", 3)
+        of_one = partial(weft.all_gather_matmul, torch.zeros_like(x), w, alone(), sizes=[8])
+        yield "one rank alone, with nothing to publish", way(of_one, "straight", 3)
         with patch.dict(os.environ, WEFT_TIMEOUT_S="77"):
             yield "another time-out", way(gather)
         yield "explained", way(lambda: weft.explain(gather))

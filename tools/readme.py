@@ -95,7 +95,7 @@ def _figure_kind(case: Case) -> str:
     if case.suite == "local attention":
         return f"attention {p['step']}"
     is_fused = case.suite == "solo" and p["op"] in OPS and p["M"] >= 1024
-    return "fused matmuls as one rank of 8" if is_fused and p["ranks"] == 8 else ""
+    return "fused matmuls from {rows} rows, as one rank of 8," if is_fused and p["ranks"] == 8 else ""
 
 
 def _gain_range(gains: list[float]) -> str:
