@@ -183,7 +183,7 @@ def test_what_gpus_have_measured_is_a_line_of_the_readme(tmp_path: Path) -> None
     assert (
         "one Some GPU, bf16, speed relative to the quickest library: matmuls from 4096 rows at "
         "0.75 to 1.00 of cuBLAS, matmuls of fewer rows at 0.50 of cuBLAS, attention forward at "
-        "0.60 of cuDNN, fused matmuls as one rank of 8 at 0.80 of cuBLAS ("
+        "0.60 of cuDNN, fused matmuls from 8192 rows, as one rank of 8, at 0.80 of cuBLAS ("
     ) in line
 
 
