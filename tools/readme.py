@@ -94,8 +94,9 @@ def _figure_kind(case: Case) -> str:
         return "matmuls from {rows} rows" if p["M"] >= 1024 else "matmuls of fewer rows"
     if case.suite == "local attention":
         return f"attention {p['step']}"
-    is_fused = case.suite == "solo" and p["op"] in OPS and p["M"] >= 1024
-    return "fused matmuls from {rows} rows, as one rank of 8," if is_fused and p["ranks"] == 8 else ""
+    if case.suite != "solo" or p["op"] not in OPS or p["M"] < 1024 or p["ranks"] != 8:
+        return ""
+    return "fused matmuls from {rows} rows, as one rank of 8,"
 
 
 def _gain_range(gains: list[float]) -> str:
