@@ -28,14 +28,35 @@ def copy_block(
 ):
     """out[:rows, :columns] = in[:rows, :columns], where rows of `out` are contiguous.
 
-    A thread keeps as many bytes on their way as it has of a block. It does not load the next block
-    ahead: at the end of a step that one would be moved to other registers, once it is there.
+    The next block is loaded while one is stored.
     """
     across = tl.maximum(cdiv(columns, BLOCK_N), 1)
+    place = _place_of(0, across, rows, columns, BLOCK_M, BLOCK_N)
+    block = tl.load(_ptrs_to(in_ptr, place, stride_im, stride_in), mask=place.inside)
     for number in range((cdiv(rows, BLOCK_M) * across).to(tl.int32)):
+        place = _place_of(number + 1, across, rows, columns, BLOCK_M, BLOCK_N)
+        following = tl.load(_ptrs_to(in_ptr, place, stride_im, stride_in), mask=place.inside)
         place = _place_of(number, across, rows, columns, BLOCK_M, BLOCK_N)
-        block = tl.load(_ptrs_to(in_ptr, place, stride_im, stride_in), mask=place.inside)
         tl.store(_ptrs_to(out_ptr, place, stride_om, 1), block, mask=place.inside)
+        block = following
+
+
+@triton.jit
+def copy_one_block(
+    out_ptr,
+    in_ptr,
+    rows,
+    columns,
+    stride_om,
+    stride_im,
+    stride_in,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """`copy_block` of no more than a block, which may be as large as registers allow."""
+    place = _place_of(0, 1, rows, columns, BLOCK_M, BLOCK_N)
+    block = tl.load(_ptrs_to(in_ptr, place, stride_im, stride_in), mask=place.inside)
+    tl.store(_ptrs_to(out_ptr, place, stride_om, 1), block, mask=place.inside)
 
 
 @triton.jit

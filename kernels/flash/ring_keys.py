@@ -33,7 +33,7 @@ import triton.language as tl
 
 from weft.collectives.device import signals
 from weft.kernels.device import tiles
-from weft.kernels.device.copies import copy_block
+from weft.kernels.device.copies import copy_one_block
 from weft.kernels.flash.attention_tiles import Heads, bounds, head_ptr, interval
 from weft.kernels.flash.ring_call import area_ptr, copies_came
 from weft.kernels.flash.ring_tables import (
@@ -104,7 +104,7 @@ def publish_rows(to_ptr, x, H, heads, rows, SHAPE: tl.constexpr):
     for unit in range(tl.program_id(0), heads * chunks, SHAPE.config.copy_programs):
         head, first = unit // chunks, (unit % chunks).to(tl.int64) * COPY_M
         batch, head_in_batch = tl.cast(head // H, tl.int64), tl.cast(head % H, tl.int64)
-        copy_block(
+        copy_one_block(
             to_ptr + (tl.cast(head, tl.int64) * rows + first) * SHAPE.pitch,
             head_ptr(x, batch, head_in_batch) + first * x.stride_m,
             tl.minimum(COPY_M, rows - first),
@@ -135,7 +135,7 @@ def _fetch_rows(out_ptr, shard_ptr, ring, source, rows, SHAPE: tl.constexpr):
             last = tl.minimum(first + COPY_M, rows)
             at = (tl.cast(unit // chunks, tl.int64) * rows + first) * SHAPE.pitch
             if meets(needed, first, last):
-                copy_block(
+                copy_one_block(
                     into + at, shown + at, last - first, SHAPE.head_dim, SHAPE.pitch, SHAPE.pitch,
                     1, COPY_M, SHAPE.block_d,
                 )  # fmt: skip

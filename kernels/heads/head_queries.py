@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from weft.kernels.device import tiles
-from weft.kernels.device.copies import copy_block
+from weft.kernels.device.copies import copy_one_block
 from weft.kernels.flash.grad_tiles import HeadQueries
 from weft.kernels.flash.ring_call import area_ptr
 from weft.kernels.flash.ring_keys import first_chunk, publish_keys, publish_rows
@@ -105,11 +105,11 @@ def fetch_queries(call, ring, source, SHAPE: tl.constexpr):
             rows = tl.minimum(COPY_M, n - row)
             to = tl.cast(batch * fetched.count + head, tl.int64) * n + row
             at = tl.cast(first + head, tl.int64) * n + row
-            copy_block(
+            copy_one_block(
                 to_q + to * PITCH, q + at * PITCH, rows, SHAPE.head_dim, PITCH, PITCH, 1, COPY_M,
                 SHAPE.block_d,
             )  # fmt: skip
-            copy_block(
+            copy_one_block(
                 to_q + (size + to) * PITCH, dout + at * PITCH, rows, SHAPE.head_dim, PITCH, PITCH,
                 1, COPY_M, SHAPE.block_d,
             )  # fmt: skip

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from weft.kernels.device import tiles
-from weft.kernels.device.copies import copy_block
+from weft.kernels.device.copies import copy_one_block
 from weft.kernels.flash.geometry import Geometry, Span
 from weft.kernels.flash.ring_call import area_ptr, compute_program, head_of, pitch_of
 from weft.kernels.flash.ring_tables import count_rows, count_tiles, shard_tile
@@ -143,7 +143,7 @@ def collect_rows(
         head, tile, at = query_tile(unit, rank, B, H, n, count, ring, SHAPE, BLOCK)
         if (head.q < first) | (head.q >= last):
             at += tile.row
-            copy_block(
+            copy_one_block(
                 out_ptr + at * D, area + at * SHAPE.pitch, tile.length, D, D, SHAPE.pitch, 1,
                 BLOCK, SHAPE.block_d,
             )  # fmt: skip
