@@ -16,7 +16,7 @@ help:  ## show this list
 demo: .venv/.installed  ## train a small Llama on two ranks, beside one process
 	$(BIN)/weft demo
 
-test: .venv/.installed  ## the tests, 10 minutes on two cores
+test: .venv/.installed  ## the tests, 10 to 14 minutes on two cores
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not slow and not sweep and not gpu'
 
 test-slow: .venv/.installed  ## those of five seconds and more, half an hour; CI runs them too
