@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from weft.collectives.device.addresses import slot_ptr
-from weft.collectives.device.device_math import cdiv, fp8_bits
+from weft.collectives.device.device_math import cdiv, fp8_bits, fp8_scale
 from weft.collectives.device.signals import mark_local
 
 
@@ -76,13 +76,13 @@ def quantize_block(
     across = tl.maximum(cdiv(columns, BLOCK_N), 1)
     for number in range(cdiv(rows, BLOCK_M).to(tl.int32)):
         first = number * across
-        largest = tl.full((BLOCK_M, BLOCK_N), 6.018531076210112e-36, tl.float32)
+        largest = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
         for i in range(first, first + across):
             place = _place_of(i, across, rows, columns, BLOCK_M, BLOCK_N)
             block = tl.load(_ptrs_to(in_ptr, place, stride_im, stride_in), mask=place.inside)
             values = tl.where(place.inside, tl.abs(block.to(tl.float32)), 0.0)
             largest = tl.maximum(largest, values)
-        scales = tl.reduce(largest, 1, tl.standard._elementwise_max) / 448.0
+        scales = fp8_scale(tl.reduce(largest, 1, tl.standard._elementwise_max))
         offs_m = tl.cast(number, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         tl.store(scales_ptr + offs_m, scales, mask=offs_m < rows)
         for i in range(first, first + across):

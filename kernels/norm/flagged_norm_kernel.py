@@ -40,7 +40,7 @@ import triton.language as tl
 
 from weft.collectives.device import flagged, signals
 from weft.collectives.device.addresses import Constant
-from weft.collectives.device.device_math import fp8_bits, rounded
+from weft.collectives.device.device_math import fp8_bits, fp8_scale, rounded
 from weft.collectives.device.failures import record_timeout
 from weft.collectives.device.waits import patience, still_waits
 from weft.kernels.norm import team_rows
@@ -188,7 +188,7 @@ def _norm_row(call, y_ptr, scales_ptr, sums_ptr, row, source, weight, eps, dtype
         inverse = tl.rsqrt(squares / call.H + eps)
         if V.quantizes:
             # As `team_rows.norm_row`.
-            scale = tl.maximum(largest * inverse, 6.018531076210112e-36) / 448.0
+            scale = fp8_scale(largest * inverse)
             tl.store(scales_ptr + row, scale, mask=tl.program_id(0) % V.team == 0)
             result = fp8_bits(h * weight * inverse / scale)
         else:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from weft.collectives.device import signals
-from weft.collectives.device.device_math import either_ptr, fp8_bits, mask_if, rounded
+from weft.collectives.device.device_math import either_ptr, fp8_bits, fp8_scale, mask_if, rounded
 
 
 class Partial(NamedTuple):
@@ -170,8 +170,7 @@ def norm_row(
         result = rounded(y, y_ptr.dtype.element_ty)
     else:
         largest = tl.load(partial.largest + i * TEAM + tl.arange(0, TEAM))
-        # As `fp8.quantized`.
-        scale = tl.maximum(signals.greatest(largest) * inverse, 6.018531076210112e-36) / 448.0
+        scale = fp8_scale(signals.greatest(largest) * inverse)
         tl.store(scales_ptr + row, scale, mask=tl.program_id(0) % TEAM == 0)
         y = _weighted(total.to(tl.float32), call, weight_ptr) * inverse
         result = fp8_bits(y / scale)
