@@ -26,7 +26,7 @@ from weft.kernels.attention.decode import flash_decode_reference
 from weft.kernels.attention.ring import Saved, attention_reference
 from weft.kernels.device import summed_tiles
 from weft.kernels.device.partial_sums import wire_of
-from weft.kernels.engine.chips import INTERPRETER
+from weft.kernels.engine.chips import INTERPRETER, Tiling
 from weft.kernels.engine.fp8 import magnitudes, quantized
 from weft.kernels.expert_kernels import combine_launch, dispatch_launch, few_tokens_launch
 from weft.kernels.flash import decode_kernel, ring_grad_kernel, ring_kernel
@@ -191,6 +191,31 @@ def one_shot_split(rank: int, ours: Modules = OURS) -> None:
 def two_shot(rank: int, ours: Modules = OURS) -> None:
     config = ours.reduce.two_shot_config(35, 33, torch.float32, INTERPRETER)
     all_reduce(rank, ours, config, 35, 33, 4)
+
+
+def scatter_in_one_loop(rank: int, ours: Modules = OURS) -> None:
+    """All tiles of a program in one loop, as compiled kernels read them by descriptor."""
+    W = resolve(None).world_size
+    K, N, sizes = 24, 40, [17 + 3 * r for r in range(W)]  # of two tiles each
+    config = ours.scatter.ReduceScatterConfig(
+        Tiling(16, 16, 16, group_m=2), 4, 16, True, senders=2, flattened=True
+    )
+    nbytes = ours.scatter.workspace_bytes(max(sizes), N, torch.bfloat16, W, config)
+    ws = workspace(None, nbytes, channel="scatter in one loop")
+    xs, w = [matrix(sum(sizes), K, r).bfloat16() for r in range(W)], matrix(K, N, 99).bfloat16()
+    want = sum(x.double() @ w.double() for x in xs).split(sizes)[rank]
+    for call in range(CALLS):
+        y = ours.scatter.launch_matmul_reduce_scatter(
+            [xs[rank] * 2**call], [w], ws, sizes, config=config
+        )
+        torch.testing.assert_close(y.double(), want * 2**call, rtol=0.01, atol=0.02)
+
+
+def two_shot_in_one_loop(rank: int, ours: Modules = OURS) -> None:
+    """As `scatter_in_one_loop`, of tiles that are numbered through all owners."""
+    config = ours.reduce.two_shot_config(35, 40, torch.float32, INTERPRETER)
+    config = replace(config, descriptors=True, flattened=True)
+    all_reduce(rank, ours, config, 35, 40, 8)
 
 
 def two_shot_by_the_switch(rank: int, ours: Modules = OURS) -> None:
@@ -711,6 +736,8 @@ KERNELS: dict[str, Callable[..., None]] = {
     "one-shot all-reduce": one_shot,
     "two-shot all-reduce": two_shot,
     "all-reduce by the switch": two_shot_by_the_switch,
+    "reduce-scatter in one loop": scatter_in_one_loop,
+    "two-shot all-reduce in one loop": two_shot_in_one_loop,
     "gather of rows, direct": gather_direct,
     "gather of rows by copy engines": gather_by_copy_engines,
     "one-shot all-reduce, split": one_shot_split,

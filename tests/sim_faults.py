@@ -37,6 +37,7 @@ EVERY = tuple(name for name in KERNELS | COLLECTIVES if "copy engines" not in na
 ALL = tuple(KERNELS)[:5]  # the ways by which most goes
 GATHERS = ALL[:2]
 REDUCES = ALL[3:]
+SCATTERS = ("reduce-scatter", "reduce-scatter in one loop")
 PULLS, EXCHANGES, SUMS = list(COLLECTIVES)[:1], list(COLLECTIVES)[1:2], list(COLLECTIVES)[2:4]
 SWITCHED = list(COLLECTIVES)[4:]
 RINGS, DECODING = ("ring attention", "ring attention, backward"), ("decoding",)
@@ -108,7 +109,7 @@ IN_SIGNALS = [
         'are then waited for once.\n    """\n    _threads_meet()',
         'are then waited for once.\n    """',
         # The turns of a reduce-scatter have a barrier of their own before its signals.
-        but(*GATHERS, *PULLS, *EXPERTS, "gather of rows, direct", "reduce-scatter"),
+        but(*GATHERS, *PULLS, *EXPERTS, "gather of rows, direct", *SCATTERS),
         barrier=True,
     ),
     fault(
@@ -153,7 +154,7 @@ IN_SIGNALS = [
         signals,
         f"{SIGNAL_PEERS}\n    signal(words, generation, lanes < WORLD_SIZE - 1)",
         f"{SIGNAL_PEERS}\n    signal(words, generation, lanes < WORLD_SIZE - 2)",
-        but("reduce-scatter", *FEW),
+        but(*SCATTERS, *FEW),
         DEADLOCK,
     ),
     fault(
@@ -161,7 +162,7 @@ IN_SIGNALS = [
         signals,
         SIGNAL_PEERS,
         SIGNAL_PEERS.replace("peers", "(peers + 1) % WORLD_SIZE"),
-        but("reduce-scatter", *FEW),
+        but(*SCATTERS, *FEW),
         DEADLOCK,
     ),
     fault(
@@ -316,29 +317,45 @@ IN_KERNELS = [
         reduce_scatter_kernel,
         "arrived = signals.wait_for_peers(",
         "arrived = rank < WORLD_SIZE or signals.wait_for_peers(",
-        ("reduce-scatter",),
+        SCATTERS,
     ),
     fault(
         "partial sums go to another rank's slot",
         turns,
         "(rank, owner) if V.by_switch else (owner, rank)",
         "(rank, owner) if V.by_switch else (owner, owner)",
-        ("reduce-scatter",),
+        SCATTERS,
     ),
     fault(
         "partial sums are signalled to lower ranks only",
         turns,
         "lanes < WORLD_SIZE - 1)",
         "(lanes < WORLD_SIZE - 1) & (peers < rank))",
-        ("reduce-scatter",),
+        SCATTERS,
         DEADLOCK,
+    ),
+    fault(
+        "partial sums are signalled before the last one is sent",
+        turns,
+        "elif item == call.away - 1:",
+        "elif item == call.away - 2:",
+        SCATTERS,
+        (DEADLOCK, RACE),  # programs with one tile for peers never signal
+    ),
+    fault(
+        "a tile is sent as the one after it",
+        turns,
+        "    owner, tile = _numbered(call, item)\n    if V.senders",
+        "    owner, tile = _numbered(call, item + 1)\n    if V.senders",
+        SCATTERS,
+        (RACE, BOUNDS, AssertionError),
     ),
     fault(
         "the signal is that of another program",
         turns,
         "WORLD_SIZE, 0, rank, firsts)",
         "WORLD_SIZE, 0, rank, 0)",
-        ("reduce-scatter",),
+        SCATTERS,
         (DEADLOCK, RACE),
     ),
     fault(
@@ -346,7 +363,7 @@ IN_KERNELS = [
         reduce_scatter_kernel,
         "WORLD_SIZE, 0, first, generation, link.timeout_ns",
         "WORLD_SIZE, 0, 0, generation, link.timeout_ns",
-        ("reduce-scatter",),
+        SCATTERS,
     ),
     fault(
         "one-shot does not wait",
@@ -367,14 +384,14 @@ IN_KERNELS = [
         two_shot_kernel,
         "signal_ptrs, rank, WORLD_SIZE, 1, program, generation, link.timeout_ns",
         "signal_ptrs, rank, WORLD_SIZE, 1, program, generation - 1, link.timeout_ns",
-        ("two-shot all-reduce",),
+        ("two-shot all-reduce", "two-shot all-reduce in one loop"),
     ),
     fault(
         "finished tiles are signalled as partial ones",
         two_shot_kernel,
         "signals.signal_peers(link.signal_ptrs, rank, WORLD_SIZE, 1, program, generation)",
         "signals.signal_peers(link.signal_ptrs, rank, WORLD_SIZE, 0, program, generation)",
-        ("two-shot all-reduce",),
+        ("two-shot all-reduce", "two-shot all-reduce in one loop"),
         DEADLOCK,
     ),
     fault(
@@ -382,7 +399,7 @@ IN_KERNELS = [
         two_shot_kernel,
         "finished_at = WORLD_SIZE * slot_stride * 4",
         "finished_at = slot_stride * 4",
-        ("two-shot all-reduce",),
+        ("two-shot all-reduce", "two-shot all-reduce in one loop"),
     ),
     fault(
         "rows are read before their owners have shown them",
