@@ -4,7 +4,9 @@ What rank 0's program p does to rank s, program p of rank r does to rank (r + s)
 of rank r is that of rank 0 with every owner, and every source rank of a signal word, advanced by r:
 W ranks for the price of one.
 
-This holds for calls whose ranks have equal shares. A program that waits for a word of a peer's
+Ops of torch are those of rank 0, too: what kernels would have told the others, as how many rows
+came for an expert, they have not been told. This holds for calls whose ranks have equal shares. A
+program that waits for a word of a peer's
 kernel, which does not run, finds the first change of that word since the last it saw. Kernels that
 number their tiles through all ranks deal them to other programs on rank r than here, which differ
 by at most one tile.
@@ -16,7 +18,7 @@ from bisect import bisect_right
 from dataclasses import replace
 
 from weft.collectives.ranks import pad
-from weft.sim.time.trace import KernelLaunch, ProgramEvent, Store, Trace, Wait, Work
+from weft.sim.time.trace import HostOp, KernelLaunch, ProgramEvent, Store, Trace, Wait, Work
 
 
 class Pads:
@@ -63,19 +65,30 @@ def _turned(word: int, by: int, ranks: int) -> int:
 
 
 def complete(trace: Trace, pads: Pads) -> None:
-    """Fill in the launches of the ranks above 0, which do not have their programs yet."""
-    first = [event for event in trace.events(0) if isinstance(event, KernelLaunch)]
+    """Fill in what the ranks above 0 launch, which does not have its programs yet."""
+    first = _launches(trace, 0)
     for rank in range(1, len(trace.streams)):
-        launches = [event for event in trace.events(rank) if isinstance(event, KernelLaunch)]
-        if [launch.kernel for launch in launches] != [launch.kernel for launch in first]:
+        launches = _launches(trace, rank)
+        if (names := [*map(_name, launches)]) != [*map(_name, first)]:
             raise ValueError(
                 f"symmetric=True needs ranks that launch the same kernels, but rank 0 launches "
-                f"{[launch.kernel for launch in first]}, rank {rank} "
-                f"{[launch.kernel for launch in launches]}"
+                f"{[*map(_name, first)]}, rank {rank} {names}"
             )
         turn = _Turn(pads, rank, len(trace.streams))
         for launch, model in zip(launches, first, strict=True):
-            launch.programs = [[turn.event(e) for e in program] for program in model.programs]
+            if isinstance(launch, KernelLaunch) and isinstance(model, KernelLaunch):
+                launch.programs = [[turn.event(e) for e in program] for program in model.programs]
+            elif isinstance(launch, HostOp) and isinstance(model, HostOp):
+                launch.reads, launch.writes = turn.owners(model.reads), turn.owners(model.writes)
+                launch.matmul = model.matmul
+
+
+def _launches(trace: Trace, rank: int) -> list[KernelLaunch | HostOp]:
+    return [e for e in trace.events(rank) if isinstance(e, KernelLaunch | HostOp)]
+
+
+def _name(launch: KernelLaunch | HostOp) -> str:
+    return launch.kernel if isinstance(launch, KernelLaunch) else launch.name
 
 
 class _Turn:
@@ -96,6 +109,10 @@ class _Turn:
             versions = {self._word(word): at for word, at in event.versions.items()}
             return replace(event, versions=versions)
         return replace(event, address=self._word(event.address), owner=self._owner(event.owner))
+
+    def owners(self, nbytes: dict[int, int]) -> dict[int, int]:
+        """Bytes by whose memory they are of."""
+        return {self._owner(owner): each for owner, each in nbytes.items()}
 
     def _owner(self, owner: int) -> int:
         return (owner + self._by) % self._ranks

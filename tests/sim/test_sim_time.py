@@ -287,13 +287,16 @@ def test_dispatch_with_a_matmul_is_no_slower_than_the_matmul_after_it(
             else:
                 grouped_matmul(dispatch(x, routing), w, routing.ends)
 
-        return sim.run(
-            2, body, hardware="h100", numerics=False, symmetric=True
-        ).timeline.makespan_us
+        made = sim.run(2, body, hardware="h100", numerics=False, symmetric=True).timeline
+        # Nobody tells rank 1 how many rows have come for its experts.
+        one, other = (
+            [op.matmul for op in made.trace.events(rank) if isinstance(op, HostOp)]
+            for rank in range(2)
+        )
+        assert one == other == [((tokens,), N, K)]
+        return made.makespan_us
 
-    # Of two plays: one in ten takes 8 us more, as if programs that are ready together were taken in
-    # another order.
-    assert min(us(fused=True), us(fused=True)) <= 1.01 * us(fused=False)
+    assert us(fused=True) <= 1.01 * us(fused=False)
 
 
 def test_atomics_on_one_word_do_not_wait_for_each_others_way() -> None:
