@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from weft.collectives.ranks.flight import ranks_told
 from weft.sim.check.recording import Track
 from weft.sim.check.sites import Sites
 from weft.sim.errors import DeadlockError
@@ -287,8 +288,9 @@ class Scheduler:
                 strand.waits_for = lambda told=told: ", ".join(told)
         text = f"no rank can move:\n{self.describe()}"
         if returned := self._ranks - {strand.rank for strand in self.live}:
-            ranks = ", ".join(map(str, sorted(returned)))
-            text += f"\nRank {ranks} has returned: what it has not signalled will never come."
+            who = ranks_told(sorted(returned)).capitalize()
+            has, they = ("have", "they have") if len(returned) > 1 else ("has", "it has")
+            text += f"\n{who} {has} returned: what {they} not signalled will never come."
         if behind := {strand.rank: strand.to_come for strand in self.live if strand.to_come}:
             counts = ", ".join(f"{count} of rank {rank}" for rank, count in behind.items())
             text += (

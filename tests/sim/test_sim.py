@@ -182,6 +182,8 @@ def test_a_call_that_one_rank_leaves_out_is_a_deadlock() -> None:
     with pytest.raises(sim.DeadlockError, match="rank 2 to ask for the same") as caught:
         sim.run(3, body, schedules=3)
     assert caught.value.schedule == 0
+    with pytest.raises(sim.DeadlockError, match="\nRanks 0, 2 have returned: what they have not"):
+        sim.run(3, lambda rank: rank == 1 and mean(rank))
 
 
 def test_a_signal_that_never_comes_names_who_should_have_sent_it() -> None:
