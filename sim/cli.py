@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import CodeType
 from typing import Any, Literal
 
 import torch
@@ -120,6 +119,8 @@ def _schedules_asked_for(
 ) -> int | Literal["exhaustive"]:
     """How many schedules to run; exits with an error for options that do not fit together."""
     if args.hosts:
+        if args.ranks not in (None, sum(args.hosts)):
+            parser.error(f"--hosts are {sum(args.hosts)} ranks: leave out --ranks {args.ranks}")
         args.ranks = sum(args.hosts)
         given = args.no_numerics, args.symmetric, args.trace, args.plot, args.compile
         if any(given):
@@ -131,6 +132,7 @@ def _schedules_asked_for(
             parser.error(
                 f"--hosts: {args.hardware} has up to {most} ranks on each, got {args.hosts[0]}"
             )
+    args.ranks = 4 if args.ranks is None else args.ranks
     if args.hardware is None and (args.no_numerics or args.trace or args.plot or args.compile):
         parser.error(
             "--no-numerics, --trace, --plot and --compile are for virtual time: add --hardware"
@@ -155,11 +157,16 @@ def _schedules_asked_for(
     if args.plot and args.plot.suffix not in _PICTURES:
         parser.error(f"--plot writes {', '.join(_PICTURES)}, got {args.plot.name!r}")
     try:
-        parse(args.schedule or "default")
+        if args.schedule is not None:
+            parse(args.schedule)
     except ValueError as error:
         parser.error(f"--schedule: {error}")
+    if args.schedule is not None and args.schedules is not None:
+        parser.error("--schedule is one interleaving: leave out --schedules")
     timed = args.hardware and not args.hosts
-    asked = args.schedules or ("1" if timed and args.schedule is None else "100")
+    asked = args.schedules
+    if asked is None:
+        asked = "1" if timed and args.schedule is None else "100"
     if asked != "exhaustive" and not (asked.isdecimal() and int(asked)):
         parser.error(f"--schedules must be a number from 1 on or `exhaustive`, got {asked!r}")
     schedules: int | Literal["exhaustive"] = "exhaustive" if asked == "exhaustive" else int(asked)
@@ -206,7 +213,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE[:FUNCTION]",
         help="FUNCTION is called with the rank; without it, every rank runs FILE from its top",
     )
-    parser.add_argument("--ranks", metavar="W", type=int, default=4, help="how many (default 4)")
+    parser.add_argument("--ranks", metavar="W", type=int, help="how many (default 4)")
     parser.add_argument(
         "--hosts", metavar="HxR", type=_hosts, help="H hosts of R ranks each, as 8x8, in two levels"
     )
@@ -285,17 +292,18 @@ def _function(script: str, arguments: list[str]) -> Callable[[int], Any]:
     if not function:
         code = compile(path.read_bytes(), str(path.resolve()), "exec")
         sys.path.insert(0, str(path.resolve().parent))
-        return lambda rank: _run_script(code, path)
+        names = {"__name__": "__main__", "__file__": str(path)}
+        return lambda rank: _unless_it_exits(script, lambda: exec(code, {**names}))
     module = compiling.load_script(path)
     if not callable(getattr(module, function, None)):
         raise SystemExit(f"weft sim: {path} has no function {function!r}")
-    found: Callable[[int], Any] = getattr(module, function)
-    return found
+    called: Callable[[int], Any] = getattr(module, function)
+    return lambda rank: _unless_it_exits(script, lambda: called(rank))
 
 
-def _run_script(code: CodeType, path: Path) -> None:
+def _unless_it_exits(script: str, run: Callable[[], Any]) -> Any:
     try:
-        exec(code, {"__name__": "__main__", "__file__": str(path)})
+        return run()
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
-            raise RuntimeError(f"{path} exits with {leaving.code!r}") from leaving
+            raise RuntimeError(f"{script} exits with {leaving.code!r}") from leaving

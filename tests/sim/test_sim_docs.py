@@ -81,6 +81,13 @@ def test_a_script_finds_its_arguments_and_its_rank(
         main([*command, "4"])
 
 
+def test_a_function_that_exits(tmp_path: Path) -> None:
+    script = tmp_path / "leaves.py"
+    script.write_text("import sys\ndef fn(rank):\n    sys.exit(3 * rank)\n")
+    with pytest.raises(RuntimeError, match=r"leaves.py:fn exits with 3"):
+        main(["sim", f"{script}:fn", "--ranks", "2"])
+
+
 @pytest.mark.slow
 def test_a_kernel_of_ones_own_is_checked_and_compiled(capfd: pytest.CaptureFixture[str]) -> None:
     command = ["sim", "examples/own_kernel.py:check", "--ranks", "2"]
@@ -120,6 +127,10 @@ def test_a_kernel_of_ones_own_is_checked_and_compiled(capfd: pytest.CaptureFixtu
         (["examples/sim_ring.py", "--sched", "5"], "unrecognized arguments: --sched 5"),
         (["examples/sim_ring.py", "--ranks", "0"], "--ranks must be in 1..128, got 0"),
         (["examples/sim_ring.py", "--schedule", "x"], "a schedule is a number or like '17:2,40:0'"),
+        (["examples/sim_ring.py", "--schedule", ""], "as an error named it, got ''"),
+        (["examples/sim_ring.py", "--schedules", ""], "a number from 1 on or `exhaustive`"),
+        (["examples/sim_ring.py", "--schedule", "0", "--schedules", "5"], "leave out --schedules"),
+        (["examples/sim_ring.py", "--ranks", "3", "--hosts", "2x2"], "leave out --ranks 3"),
         (
             ["examples/sim_ring.py", "--hardware", "h100", "--trace", "nowhere/x.json"],
             "no folder 'nowhere' to write 'x.json' to",
