@@ -24,7 +24,7 @@ _SIGNALS = tuple(
     for path in (str(module.__file__), str(Path(str(module.__file__)).resolve()))
 )
 _DEPTH = 3
-_MACHINE, _HELPER, _OWN = range(3)
+_MACHINE, _HELPER, _OWN, _PROGRAM = range(4)
 
 Frames = tuple[tuple[CodeType, int], ...]
 
@@ -39,18 +39,20 @@ class Sites:
 
     def here(self) -> int:
         """The number of the caller's call path: the innermost frames that are not machinery, and
-        of weft's signals only if there is no other."""
+        of weft's signals only if there is no other; then the first of the program, if none was."""
         frame: FrameType | None = sys._getframe(1)
         found: list[tuple[CodeType, int]] = []
         helper: tuple[tuple[CodeType, int], ...] = ()
         kinds = self._kinds
-        while frame is not None and len(found) < _DEPTH:
+        seen = False  # a frame of the program
+        while frame is not None and not (seen and len(found) >= _DEPTH):
             code = frame.f_code
             kind = kinds.get(code)
             if kind is None:
-                kind = kinds[code] = _kind(code.co_filename)
-            if kind == _OWN:
+                kind = kinds[code] = _kind(frame)
+            if kind == _PROGRAM or (kind == _OWN and len(found) < _DEPTH):
                 found.append((code, frame.f_lasti))
+                seen |= kind == _PROGRAM
             elif kind == _HELPER:
                 helper = helper or ((code, frame.f_lasti),)
             elif code.co_name == "run_strand":
@@ -69,10 +71,14 @@ class Sites:
         return " < ".join(_file_and_line(*frame) for frame in frames) or "before its first signal"
 
 
-def _kind(filename: str) -> int:
+def _kind(frame: FrameType) -> int:
+    filename = frame.f_code.co_filename
     if filename.startswith((*_MACHINERY, "<")):
         return _MACHINE
-    return _HELPER if filename in _SIGNALS else _OWN
+    if filename in _SIGNALS:
+        return _HELPER
+    module = frame.f_globals.get("__name__", "").partition(".")[0]
+    return _OWN if module == "weft" or module in sys.stdlib_module_names else _PROGRAM
 
 
 def _file_and_line(code: CodeType, instruction: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import runpy
 import sys
 import threading
@@ -182,6 +183,7 @@ def test_a_call_that_one_rank_leaves_out_is_a_deadlock() -> None:
     with pytest.raises(sim.DeadlockError, match="rank 2 to ask for the same") as caught:
         sim.run(3, body, schedules=3)
     assert caught.value.schedule == 0
+    assert re.search(r"< sim/test_sim\.py:\d+ mean, waits for rank 2", str(caught.value))
     with pytest.raises(sim.DeadlockError, match="\nRanks 0, 2 have returned: what they have not"):
         sim.run(3, lambda rank: rank == 1 and mean(rank))
 
