@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 READ, WRITE, ATOMIC_READ, ATOMIC = "reads", "writes", "polls", "updates"
 FLAG, TAKE = "flags", "takes"  # words that carry their flag
 WRITES = (WRITE, FLAG)
+# Of a pad's words that are no signals, those that kernels store plainly.
+_STORED = (pad.GENERATION, pad.TICKET, pad.STATUS)
 
 
 @dataclass(frozen=True)
@@ -222,6 +224,13 @@ class Detector(Clocks, Observer):
                 f"on:\n  {self._sites.text(self._sites.here())}"
             )
         offsets = addresses.astype(np.int64) - region.start
+        if region.words and self._is_of_data(strand, offsets, itemsize, kind):
+            raise OutOfBoundsError(
+                f"rank {strand.rank}, {strand.what}, {kind} {addresses.size} elements of "
+                f"{itemsize} bytes below the data, in the {region.name}, which ends "
+                f"{region.end - int(addresses.min())} bytes after the first:\n"
+                f"  {self._sites.text(self._sites.here())}"
+            )
         smallest = itemsize
         if offsets.size < 3 or itemsize < region.granule:
             while (offsets % smallest).any():
@@ -234,6 +243,18 @@ class Detector(Clocks, Observer):
             index = (index[:, None] + np.arange(itemsize // granule)).reshape(-1)
         event = Event(self._sites.here(), strand.what, kind, scope, itemsize, index.size)
         self._check(region, strand, index, event)
+
+    def _is_of_data(self, strand: Strand, offsets: Array, itemsize: int, kind: str) -> bool:
+        """Whether this access of a kernel to a pad is none to its words: the pad is what lies below
+        a buffer's data. One word stored plainly where signals are is left to be a race."""
+        if strand.what == "host":
+            return False
+        if itemsize != pad.WORD_BYTES or kind == FLAG:
+            return True
+        word = int(offsets[0]) // pad.WORD_BYTES
+        # The line before the hosts' has the generations of barriers in streams.
+        plain = offsets.size == 1 and (word in _STORED or word >= pad.HOST_SLOTS - pad.LINE)
+        return kind == WRITE and not plain
 
     def _check(self, region: Region, strand: Strand, index: Array, event: Event) -> None:
         slot, kind = strand.slot, event.kind

@@ -34,6 +34,7 @@ class Region:
 
     Attributes:
         name: what it is, for messages; `guard` regions must not be touched at all.
+        words: whether it is a signal pad, of words.
         defined: whether what was never written may be read.
         key: the same in every schedule, as its address is not.
     """
@@ -45,6 +46,7 @@ class Region:
     granule: int = 4
     defined: bool = True
     guard: bool = False
+    words: bool = False
     writer: Array = field(default_factory=lambda: np.empty(0))  # slot + 1 of the last write, or 0
     written: Array = field(default_factory=lambda: np.empty(0))  # its number there
     columns: dict[int, int] = field(default_factory=dict)  # slot -> its column of the tables below

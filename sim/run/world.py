@@ -163,7 +163,7 @@ class World(Teams[Team]):
         pads = f"signal pad of {what}", (*name, "pad")
         regions = (
             Region(base, start, f"before {what}", guard=True),
-            Region(start, data, *pads, granule=8, slots=columns),
+            Region(start, data, *pads, granule=pad.WORD_BYTES, words=True, slots=columns),
             Region(data, end, what, (*name, "data"), defined=False),
             Region(end, last, f"past the end of {what}", guard=True),
         )

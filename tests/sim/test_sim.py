@@ -228,6 +228,29 @@ def _store_kernel(buffer_ptrs, rank, COUNT: tl.constexpr) -> None:
 
 
 @triton.jit
+def _store_at_kernel(buffer_ptrs, rank, AT: tl.constexpr, dtype: tl.constexpr) -> None:
+    offs = tl.arange(0, 8)
+    tl.store(signals.peer_ptr(buffer_ptrs, rank, dtype) + AT + offs, offs.to(dtype))
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("at", "dtype"), [(-8, tl.float32), (-1024, tl.float32), (-4, tl.float64)])
+@pytest.mark.parametrize("peer", [0, 1])
+def test_stores_below_a_buffer(peer: int, at: int, dtype: tl.dtype) -> None:
+    def body(rank: int) -> None:
+        buffer = collectives.empty((24,))
+        target = (rank + peer) % 2
+        _store_at_kernel[(1,)](buffer.buffer_ptrs, target, AT=0, dtype=dtype)
+        collectives.barrier()
+        _store_at_kernel[(1,)](buffer.buffer_ptrs, target, AT=at, dtype=dtype)
+
+    with pytest.raises(
+        sim.OutOfBoundsError, match="below the data, in the signal pad of symmetric"
+    ):
+        sim.run(2, body)
+
+
+@triton.jit
 def _copy_kernel(out_ptr, x_ptr, COUNT: tl.constexpr) -> None:
     offs = tl.arange(0, COUNT)
     tl.store(out_ptr + offs, tl.load(x_ptr + offs))
