@@ -14,7 +14,13 @@ if not __name__.startswith("weft."):
 # First: it decides whether kernels are interpreted, which is settled when Triton is imported.
 from weft import collectives as collectives
 from weft.collectives.prices.hardware import B200, GB200_NVL72, H100, H200, MI300X, Hardware
-from weft.sim.errors import DeadlockError, OutOfBoundsError, RaceError, SimError
+from weft.sim.errors import (
+    DeadlockError,
+    DifferentCallsError,
+    OutOfBoundsError,
+    RaceError,
+    SimError,
+)
 from weft.sim.run.gpu import run_on_gpu
 from weft.sim.run.runner import Results, run
 from weft.sim.run.world import Programs
@@ -28,6 +34,7 @@ __all__ = [
     "H200",
     "MI300X",
     "DeadlockError",
+    "DifferentCallsError",
     "Hardware",
     "OutOfBoundsError",
     "Programs",

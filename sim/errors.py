@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.errors import WeftError
+from weft.errors import MismatchError, WeftError
 
 
 class SimError(WeftError):
@@ -14,6 +14,10 @@ class SimError(WeftError):
 
     seed: int | None = None
     schedule: int | str | None = None
+
+
+class DifferentCallsError(SimError, MismatchError):
+    """Ranks make different calls, which real ones would refuse."""
 
 
 class DeadlockError(SimError):

@@ -79,7 +79,15 @@ class VirtualProcessGroup(_Base):  # type: ignore[misc]
         hosts, here = team.hosts, alone().processes * size
         why = "its ranks are on several hosts" if hosts else ""
         self.weft_group = Group(
-            self, self._me, size, team.ranks, () if why else here, why, virtual=team, hosts=hosts
+            self,
+            self._me,
+            size,
+            team.ranks,
+            () if why else here,
+            why,
+            virtual=team,
+            calls=team.noting(),
+            hosts=hosts,
         )
 
     @property

@@ -11,7 +11,7 @@ import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +20,9 @@ from weft.collectives.memory.symmetric import SymmetricBuffer
 from weft.collectives.memory.waiter import Waiter
 from weft.collectives.prices.hardware import Hardware
 from weft.collectives.ranks import pad
+from weft.collectives.ranks.flight import Call, Calls
 from weft.errors import MismatchError
+from weft.sim.errors import DifferentCallsError
 from weft.sim.hooks.host_signals import VirtualWaiter
 from weft.sim.observer import Observer
 from weft.sim.schedule.scheduler import strand_here
@@ -64,6 +66,32 @@ class _Message:
         self.value, self.clock = value, np.zeros(0, np.int32)
 
 
+class _Begun(NamedTuple):
+    """A call that some members have begun: the first of them, where, and how many."""
+
+    call: Call
+    rank: int
+    site: int
+    count: int = 1
+
+
+class VirtualCalls(Calls):
+    """Compares a rank's calls with those of the others, which are in this process: where it begins
+    one, so that no rank waits, and what calls do not order is not ordered by that."""
+
+    def __init__(self, team: Team) -> None:
+        super().__init__()
+        self._team = team
+
+    def begin(self, call: Call) -> int:
+        self.position += 1
+        self._team.begin(self.position, call)
+        return -1
+
+    def words(self, rank: int, hash: int) -> str:
+        return self._team.words.get(hash, "another")
+
+
 class Members:
     """Ranks that make calls together. They are numbered in the order of `ranks`.
 
@@ -74,6 +102,10 @@ class Members:
     """
 
     hosts: tuple[tuple[int, ...], ...] = ()
+
+    def noting(self) -> Calls:
+        """What a member notes its calls with."""
+        return Calls()
 
     def __init__(self, name: str, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
@@ -184,6 +216,34 @@ class Team(Members):
         for member, rank in enumerate(ranks):
             on.setdefault(world.host_of[rank], []).append(member)
         self.hosts = tuple(map(tuple, on.values())) if len(on) > 1 else ()
+        self.words: dict[int, str] = {}  # of calls, by their hashes
+        self._begun: dict[int, _Begun] = {}  # by position, until all have come
+
+    def noting(self) -> Calls:
+        """What a member tells of the calls that it begins."""
+        return VirtualCalls(self)
+
+    def begin(self, position: int, call: Call) -> None:
+        """This rank makes `call`, as that of all at `position`.
+
+        Raises:
+            DifferentCallsError: another rank makes another one there. Two that compare what they
+                gather do so themselves: all of their ranks raise.
+        """
+        scheduler, strand = self._world.scheduler, strand_here()
+        self.words[call.hash] = call.text.decode()
+        site = scheduler.sites.here()
+        first = self._begun.get(position, _Begun(call, strand.rank, site, 0))
+        if first.call.hash != call.hash and (first.call.where or call.where):
+            text = "the ranks make different calls:"
+            for each in sorted((first, _Begun(call, strand.rank, site)), key=lambda b: b.rank):
+                text += f"\n  rank {each.rank} calls {each.call.text.decode()}"
+                text += f"\n    at {scheduler.sites.text(each.site)}"
+            raise scheduler.stop(DifferentCallsError(text))
+        if first.count + 1 == len(self.ranks):
+            del self._begun[position]
+        else:
+            self._begun[position] = first._replace(count=first.count + 1)
 
     @property
     def chip(self) -> str:

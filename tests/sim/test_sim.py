@@ -25,7 +25,9 @@ import weft
 from weft import collectives, sim
 from weft.collectives import exchange, resolve, workspace
 from weft.collectives.device import signals
+from weft.collectives.ranks.flight import call_of
 from weft.dtensor import DTensor, Partial, Replicate, Shard, init_device_mesh
+from weft.errors import MismatchError
 from weft.sim import cli, progress_bar
 from weft.sim.hooks import interpreter_hooks
 from weft.sim.run import runner
@@ -186,6 +188,45 @@ def test_a_call_that_one_rank_leaves_out_is_a_deadlock() -> None:
     assert re.search(r"< sim/test_sim\.py:\d+ mean, waits for rank 2", str(caught.value))
     with pytest.raises(sim.DeadlockError, match="\nRanks 0, 2 have returned: what they have not"):
         sim.run(3, lambda rank: rank == 1 and mean(rank))
+
+
+def test_calls_that_differ_are_found_by_what_ranks_call() -> None:
+    def other_dtype(rank: int) -> None:
+        collectives.all_reduce(torch.ones(64))
+        collectives.all_reduce(torch.ones(2, dtype=torch.int32 if rank else torch.float32))
+
+    def other_length(rank: int) -> None:
+        collectives.all_reduce(torch.ones(64))
+        collectives.all_reduce(torch.ones(8 if rank else 4))
+
+    def other_call(rank: int) -> None:
+        if rank:
+            collectives.all_reduce(torch.ones(4))
+        else:
+            collectives.all_gather(torch.ones(4))
+
+    line = r" at .* < sim/test_sim\.py:\d+ other_"
+    for body, theirs in ((other_dtype, "int32"), (other_length, r"\[8\]"), (other_call, "\\[4\\]")):
+        for schedule in range(2):
+            with pytest.raises(sim.SimError, match=f"(?s)rank 0 calls .*{line}.* {theirs}.*{line}"):
+                sim.run(2, body, schedule=schedule)
+    with pytest.raises(MismatchError):
+        sim.run(2, other_dtype)
+
+
+@needs_interpreter
+def test_comparing_calls_orders_no_ranks() -> None:
+    def body(rank: int) -> None:
+        buffer = collectives.empty((12,))
+        if rank:
+            _store_kernel[(1,)](buffer.buffer_ptrs, 0, COUNT=8)
+        resolve().calls.begin(call_of("a call", ()))
+        if not rank:
+            buffer.local.sum().item()
+
+    for schedule in range(4):
+        with pytest.raises(sim.RaceError):
+            sim.run(2, body, schedule=schedule)
 
 
 def test_a_signal_that_never_comes_names_who_should_have_sent_it() -> None:
