@@ -437,13 +437,17 @@ def parting(calls: Mapping[int, Mapping[int, Noted]]) -> int | None:
     """The first position at which ranks have made different calls, as far as rings go back.
 
     Where a call has failed on every rank, and another one ended well since, all were told: what
-    differed until then is for the mismatch of that time.
+    differed until then is for the mismatch of that time, with the calls made inside of that one.
     """
     hashes = {at: {each.hash for each in calls[at].values()} for at in sorted(calls)}
     ended = {at: [each.ended for each in calls[at].values()] for at in calls}
     well = max((at for at in calls if len(hashes[at]) == 1 and min(ended[at]) > 0), default=-1)
     told = max((at for at in calls if at < well and max(ended[at]) < 0), default=-1)
-    return next((at for at in hashes if at > told and len(hashes[at]) > 1), None)
+    ends = {rank: -each.ended for rank, each in calls.get(told, {}).items()}
+    later = (at for at in hashes if at > told and len(hashes[at]) > 1)
+    return next(
+        (at for at in later if any(e.began > ends.get(r, 0) for r, e in calls[at].items())), None
+    )
 
 
 def by_text(entries: Mapping[int, Noted]) -> dict[str, list[int]]:

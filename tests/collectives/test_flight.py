@@ -410,8 +410,8 @@ def test_kernels_that_wait_in_different_calls_are_told(own_ranks: Any) -> None:
 def test_ranks_part_where_they_differ_since_all_were_told_of_the_last_time() -> None:
     """At 2 and 3 they differed until a call failed everywhere, and 4 was made by all again."""
 
-    def entry(hash: int, ended: int) -> Any:
-        return SimpleNamespace(hash=hash, ended=ended)
+    def entry(hash: int, ended: int, began: int = 2) -> Any:
+        return SimpleNamespace(hash=hash, ended=ended, began=began)
 
     same, well, failed = (entry(1, 1), entry(1, 1)), 1, -1
     before = {1: same, 2: (entry(2, well), entry(3, well)), 3: (entry(4, failed), entry(5, failed))}
@@ -422,5 +422,7 @@ def test_ranks_part_where_they_differ_since_all_were_told_of_the_last_time() -> 
         (before | {4: same, 5: (entry(6, 0), entry(7, failed))}, 5),
         (before | {4: same, 5: (entry(6, well), entry(7, well)), 6: (entry(8, -1),) * 2}, 5),
         (before | {4: (entry(1, 0), entry(1, 1))}, 2),  # one has not ended
+        (before | {4: (entry(6, well), entry(7, well)), 5: same}, 4),
+        (before | {4: (entry(6, well, 0), entry(7, well, 0)), 5: same}, None),  # inside of 3
     ):
         assert flight.parting({at: dict(enumerate(both)) for at, both in calls.items()}) == at
