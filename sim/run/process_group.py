@@ -35,6 +35,8 @@ class VirtualWork(dist.Work):
         ready: whether `finish` would not wait; if not, others go on.
     """
 
+    outputs: Sequence[Any] = ()
+
     def __init__(self, finish: Callable[[], None], ready: Callable[[], bool]) -> None:
         super().__init__()
         self._finish: Callable[[], None] | None = finish
@@ -59,6 +61,13 @@ class VirtualWork(dist.Work):
     def synchronize(self) -> None:
         """`wait`."""
         self.wait()
+
+    def get_future(self) -> Any:
+        """Of the outputs of an all-reduce, for DistributedDataParallel; waits for them."""
+        self.wait()
+        future: Any = torch.futures.Future()
+        future.set_result(self.outputs)
+        return future
 
 
 # Its methods are those that torch calls, which are not those that its stubs describe.
@@ -135,9 +144,11 @@ class VirtualProcessGroup(_Base):  # type: ignore[misc]
             for index, tensor in enumerate(tensors):
                 tensor.copy_(_reduce_all([value[index] for value in values], op))
 
-        return self._call(
+        work = self._call(
             f"all_reduce({op}) {_shapes_and_dtypes(tensors)}", _cloned(tensors), finish
         )
+        work.outputs = tensors
+        return work
 
     allreduce_coalesced = allreduce
 

@@ -318,6 +318,23 @@ def test_a_write_of_one_rank_leaves_the_matmuls_of_others_pending() -> None:
     sim.run(2, body, schedules=2)
 
 
+def test_data_parallel_modules_of_torch() -> None:
+    xs = torch.arange(6.0).view(3, 2)
+
+    def gradients(rank: int | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model: nn.Module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+        if rank is not None:
+            dist.init_process_group("gloo")
+            model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1e-5)
+        model(xs if rank is None else xs[rank : rank + 1]).sum().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    want = [gradient / 3 for gradient in gradients(None)]
+    for found in sim.run(3, gradients, schedules=2):
+        torch.testing.assert_close(found, want)
+
+
 def test_calls_that_differ_or_are_left_out() -> None:
     def other_op(rank: int) -> None:
         dist.init_process_group("gloo")
