@@ -252,7 +252,11 @@ def _all_reduce_into(
         hosts.gather(out.view(-1), part, group, parts, gather)
         return
     if way == "switch":
-        _by_switch("all_reduce", out, x, group, call, _shares_by_switch(x, group))
+        from weft.collectives.kernels.collective_launch import switch_windows
+
+        for start, stop in switch_windows(x.numel(), x.element_size()):
+            given, made = (each.view(-1)[start:stop] for each in (x, out))
+            _by_switch("all_reduce", made, given, group, call, _shares_by_switch(given, group))
         return
     if way == "triton":
         for launch in _kernels("all_reduce", group, call, x, nbytes, op):
@@ -629,10 +633,14 @@ def _switch_may(op: Moved, x: torch.Tensor, reduce_op: ReduceOp | None) -> bool:
 
 
 def _switch_memory(op: Collective, group: Group, x: torch.Tensor, nbytes: int) -> Workspace:
-    """For `nbytes` as `_way` has them."""
+    """For `nbytes` as `_way` has them; of an all_reduce for the largest of its parts."""
     from weft.collectives.kernels import multimem
+    from weft.collectives.kernels.collective_launch import switch_windows
 
-    piece = -(-nbytes // group.world_size) + 16 if op == "all_reduce" else nbytes
+    piece, size = nbytes, x.element_size()
+    if op == "all_reduce":
+        most = max((stop - start for start, stop in switch_windows(nbytes // size, size)), default=0)
+        piece = -(-most * size // group.world_size) + 16
     room = multimem.workspace_bytes(op, piece, group.world_size)
     return workspace(group, room, channel="multimem", device=x.device)
 

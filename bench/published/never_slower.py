@@ -253,6 +253,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--check must be above 0 and finite, got {args.check:g}")
     found = list(compared(args.ops.split(",")))
     limit = args.check or 1.05
+    table = "\n".join(choice_lines(found, limit))
+    if args.page:
+        args.page.write_text(between_marks(args.page.read_text(), _MARK, table))
     if args.json:
         told = [
             asdict(each)
@@ -262,10 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
         print(json.dumps(told, indent=1))
     else:
-        table = "\n".join(choice_lines(found, limit))
         print(table)
-        if args.page:
-            args.page.write_text(between_marks(args.page.read_text(), _MARK, table))
         for each in found if args.all else ():
             for how, made in (("", _as_is(each)), (" (asked)", each.asked)):
                 if made.ratio > limit and (not how or each.op in _SUMS):

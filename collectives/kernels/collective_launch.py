@@ -60,17 +60,19 @@ class CollectiveConfig:
         return "flagged kernels" if self.by_words else "kernels"
 
 
-# One shot receives (W - 1) times the bytes, two shots about twice, but pay a second crossing of
-# about 3 us: in virtual time they meet at some 230 KiB on 8 x H100.
+# One shot receives (W - 1) times the bytes, two shots about twice, but pay a second crossing: in
+# virtual time they meet at some 230 KiB on 8 H100, and above that on MI300X.
 _ONE_SHOT_BYTES = 224 << 10
 # Of a half of the workspace: what the quicker kernel is worth, beside the model's own memory.
 _MOST_ROOM = 128 << 20
 # Each of 256 threads then has 16 bytes for each rank in flight, and 64 programs what a link of 450
 # GB/s carries to 8 ranks in about 4 us.
 _BLOCK_BYTES, _PROGRAMS = 4 << 10, 64
-# By words that carry their flags also in one shot between two ranks, and up to 64 KiB between more.
-# A block is the least of which each of 128 threads has words of its own.
-_WORDS_ONE_SHOT_BYTES, _WORDS_BLOCK_BYTES = 64 << 10, 1 << 10
+# By words that carry their flags also in one shot between two ranks, and up to 128 KiB between more,
+# two blocks a program: in virtual time 128 KiB take 4 B200 8.0 us and not 8.8 as in two shots, 4
+# H100 8.2 and not 8.9; a third block takes longer than the second shot. A block is the least of
+# which each of 128 threads has words of its own.
+_WORDS_ONE_SHOT_BYTES, _WORDS_BLOCK_BYTES = 128 << 10, 1 << 10
 # Then twice the bytes take longer than two acknowledgements, on NVLink of an H100.
 _MOST_WORDS_BYTES = 384 << 10
 WORDS_ROOM = 2 << 20  # of a half of the workspace: the most that any of these needs
@@ -151,8 +153,9 @@ def quickest_way(
     launches = max(1, len(windows(nbytes, 1, W, config)))
     us["triton"] = kernel_us(op, whole, fabric, two_shot=config.two_shot, by_words=config.by_words)
     us["triton"] += (launches - 1) * KERNEL_US
-    if switch and fabric.multicast and op != "all_to_all" and whole <= _MOST_ROOM // 2:
-        us["switch"] = switch_us(op, whole, fabric, in_graph=True)
+    parts = len(switch_windows(whole, 1))
+    if switch and fabric.multicast and (op == "all_reduce" or parts <= 1) and op != "all_to_all":
+        us["switch"] = switch_us(op, whole, fabric, in_graph=True) + max(parts - 1, 0) * KERNEL_US
     if W > 1:
         us["generic"] = nccl_us(op, whole, fabric)
     best = min(us, key=lambda kind: us[kind])
@@ -174,10 +177,22 @@ def windows(
     """
     slots = 2 if config.two_shot else world_size
     room = (_MOST_ROOM // slots - 2 * world_size * _SLOT_ALIGN) // itemsize
-    most = max(1, room // _SLOT_ALIGN) * _SLOT_ALIGN
-    part = -(-widest // max(1, -(-widest // most)))
+    return _equal_parts(widest, room)
+
+
+def switch_windows(count: int, itemsize: int) -> list[tuple[int, int]]:
+    """The same of an all_reduce of `count` elements by the switch: of each a half of the workspace
+    holds the terms and the sums.
+    """
+    return _equal_parts(count, _MOST_ROOM // 2 // itemsize)
+
+
+def _equal_parts(count: int, most: int) -> list[tuple[int, int]]:
+    """As few as have at most `most` elements; they begin at multiples of _SLOT_ALIGN."""
+    most = max(1, most // _SLOT_ALIGN) * _SLOT_ALIGN
+    part = -(-count // max(1, -(-count // most)))
     step = -(-part // _SLOT_ALIGN) * _SLOT_ALIGN
-    return list(pairwise([*range(0, widest, max(1, step)), widest]))
+    return list(pairwise([*range(0, count, max(1, step)), count]))
 
 
 def piece_room(nbytes: int) -> int:

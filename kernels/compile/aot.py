@@ -395,6 +395,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
     options = parser.parse_args(arguments)
+    if options.page and not options.loop:
+        parser.error("--page has a place for the table of --loop only: give that as well")
     given = [arch for each in options.arch for arch in each.split(",") if arch]
     archs = list(dict.fromkeys(_CHIPS.get(arch.lower(), arch) for arch in given))
     unknown = [arch for arch in archs if arch not in TARGETS]

@@ -174,6 +174,9 @@ def fused_time(
     moves = (rounds * stored + summed) / alone
     if op == "all_gather_matmul":
         at_once = min(_STREAMS, ranks - 1)
+        if way == "copy programs":
+            fetch = _fetching(M, K, of.itemsize, ranks, tiling, hardware)
+            at_once = min(ranks - 1, fetch.at_once)
         if hardware.topology == "mesh":  # of whose links those of few peers are busy
             at_once = ranks - 1 if way == "copy engines" else at_once
             peer = port / max(ranks - 1, 1)
@@ -184,12 +187,13 @@ def fused_time(
         parts += (shown + _BLOCK) / alone
         if way == "copy engines":
             fill = _FIRST_COPY * at_once / port
-        else:  # a block after the other
-            programs = max(1, hardware.cores // 8)
-            blocks = sent_bytes(op, M, N, K, dtype, ranks) / _BLOCK / programs
-            # One is loaded while one is stored: two of each take a load's latency and both.
-            link = max(link, blocks * (latency / 2 + _BLOCK / alone))
+        else:  # One block is loaded while one is stored: two take a load's latency and both.
+            each = fetch.blocks * (latency / 2 + fetch.block / alone) + latency
+            link = max(link, fetch.pieces * each)
     elif way == "chunks":
+        if hardware.topology == "mesh":  # tiles of a wave are of so many owners
+            at_once = min(ranks - 1, -(-wave * ranks // count))
+            link *= (ranks - 1) / max(at_once, 1)
         sent = link * port / max(M * N, 1)  # bytes of a partial sum, but for what stays
         fill = min(count, wave) * rows * columns * sent / port
         line = min(count, wave) / senders_for(chip)  # each sends, and hands over
@@ -235,6 +239,35 @@ def _moved_alone(
     added, shown = (1, 1) if way == "by the switch" else (ranks, ranks)
     sums = owned * tile * (added * partial + shown * whole)
     return tile * partial, sums + rounds * tile * 2 * whole  # and a copy of each finished one
+
+
+class _Fetching(NamedTuple):
+    """What a copy program fetches: so many pieces, each a chunk of rows or a half of its columns,
+    of so many blocks of so many bytes; and from how many peers programs fetch at a time.
+    """
+
+    pieces: int
+    blocks: int
+    block: int
+    at_once: int
+
+
+def _fetching(
+    M: int, K: int, itemsize: int, ranks: int, tiling: Tiling, hardware: Hardware
+) -> _Fetching:
+    """As `weft.kernels.matmul.all_gather_launch` has it."""
+    programs = max(1, hardware.cores // 8)
+    wide, high = 512 * tiling.num_warps // itemsize, tiling.num_warps * min(2, itemsize)
+    parts = 2 if M >= 128 * ranks and K >= 2 * wide else 1
+    shard = -(-M // ranks)
+    rows = min(shard, parts * min(32, max(8, M // (2 * programs))))
+    chunks = max(1, -(-shard // max(rows, 1)))
+    return _Fetching(
+        parts * -(-(ranks - 1) * chunks // programs),
+        -(-rows // high) * -(-K // (parts * wide)),
+        min(rows, high) * min(K, wide) * itemsize,
+        max(1, programs // chunks),
+    )
 
 
 def _parts_us(hardware: Hardware, nbytes: int, count: int, split: int) -> float:

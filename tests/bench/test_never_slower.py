@@ -30,8 +30,11 @@ def test_auto_takes_the_quicker_engine(chip: str) -> None:
     assert sum(ratio > 1.05 for ratio in slower) <= len(slower) // 60
 
 
-def test_the_command(capsys: Any) -> None:
-    assert never_slower.main(["--ops", "all_gather", "--json"]) == 0
+def test_the_command(capsys: Any, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- never-slower -->\n<!-- /never-slower -->\n")
+    assert never_slower.main(["--ops", "all_gather", "--json", "--page", str(page)]) == 0
+    assert "| all_gather | MI300X |" in page.read_text()
     rows = json.loads(capsys.readouterr().out)
     assert len(rows) == 4 * 3 * 4 * 15 and rows[0]["asked"]["ratio"] >= 1
     worst = max(row["ratio"] for row in rows)

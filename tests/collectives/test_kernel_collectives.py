@@ -304,7 +304,8 @@ def test_few_bytes_of_sums_take_words() -> None:
         return collective_launch.collective_config("all_reduce", nbytes, W, True, words_on=links)
 
     assert [chosen(n << 10).by_words for n in (0, 1, 384, 385)] == [False, True, True, False]
-    assert [chosen(n << 10).two_shot for n in (1, 32, 64)] == [False, False, True]
+    assert [chosen(n << 10).two_shot for n in (1, 64, 96)] == [False, False, True]
+    assert [chosen(n << 10, 4, chip="b200").two_shot for n in (128, 129)] == [False, True]
     assert not chosen(100 << 10, 2).two_shot
     assert not chosen(1 << 10, 1).by_words and not chosen(1 << 10, 9).by_words
     assert not chosen(1 << 10, words=False).by_words
@@ -358,7 +359,7 @@ def test_kernels_are_chosen_by_price(op: protocols.Collective, chip: str, W: int
         whole = nbytes if op == "all_reduce" else nbytes * W
         us = protocols.one_shot_us(nbytes, fabric, in_graph=True)
         if config.two_shot:
-            us = protocols.two_shot_us(nbytes, fabric, in_graph=True)
+            us = protocols.kernel_us(op, whole, fabric, two_shot=True)
         parts = collective_launch.windows(nbytes, 1, W, config)
         most = max(stop - start for start, stop in parts)
         assert collective_launch.workspace_bytes(most, W, config) <= 128 << 20
@@ -461,6 +462,39 @@ def test_collectives_by_the_switch(dtype: torch.dtype) -> None:
             multimem.launch_switched("all_reduce", x, x, ws, shares, 32)
             ws.launched("all_reduce")
             assert torch.equal(x, total)
+
+
+@pytest.mark.ranks(3)
+def test_large_sums_by_the_switch_go_in_parts() -> None:
+    """Into a workspace that holds no more than one of them."""
+    rank, W, count = dist.get_rank(), dist.get_world_size(), 1000
+    every = [torch.arange(count).remainder(5 + r).float() for r in range(W)]
+    with (
+        mock.patch.object(collective_launch, "_MOST_ROOM", 3 << 10),
+        mock.patch.object(movement, "_way", lambda *_: "switch"),
+        mock.patch.object(multimem, "launch_switched", side_effect=multimem.launch_switched) as to,
+    ):
+        parts = collective_launch.switch_windows(count, 4)
+        assert len(parts) == 3 and all(stop - start <= 384 for start, stop in parts)
+        for _ in range(2):
+            assert torch.equal(collectives.all_reduce(every[rank]), sum(every[1:], every[0]))
+        assert to.call_count == 2 * len(parts)
+        assert collectives.all_reduce(every[rank][:0]).numel() == 0
+
+
+def test_the_switch_adds_up_large_sums_in_parts() -> None:
+    """Of 256 MiB, 4 of 64, each by a kernel; a gather of as many bytes goes another way."""
+    fabric = named("h100").fabric(8)
+    config = collective_launch.collective_config("all_reduce", 256 << 20, 8, on_gpus=True)
+    way, us, _ = collective_launch.quickest_way(
+        "all_reduce", 256 << 20, fabric, config, switch=True
+    )
+    alone = protocols.switch_us("all_reduce", 256 << 20, fabric, in_graph=True)
+    assert way == "switch" and us == alone + 3 * protocols.KERNEL_US
+    way, _, why = collective_launch.quickest_way(
+        "all_gather", 32 << 20, fabric, config, switch=True
+    )
+    assert way != "switch" and "by the switch" not in why
 
 
 @pytest.mark.parametrize(

@@ -226,6 +226,12 @@ def test_an_unknown_case_is_refused_before_the_table(monkeypatch, capsys):
         assert said in told.err and not told.out
 
 
+def test_a_page_without_loops_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        aot.main(["--arch", "h100", "--page", "docs/virtual_time.md"])
+    assert "--loop only" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("given", "named"), [("sm_90,sm_42", "'sm_42'"), (",", "','")])
 def test_an_unknown_arch_is_refused(capsys, given, named):
     with pytest.raises(SystemExit):
