@@ -49,7 +49,7 @@ class SumConfig:
 @dataclass(frozen=True)
 class SumVariant:
     """What is compiled into a kernel. `row_words`: of a tile's row on the `wire`. `by_switch`:
-    whether the NVLink switch adds up. `senders`: see `turns`. `flattened`: see there.
+    whether the NVLink switch adds up. `senders`, `spread`: see `turns`. `flattened`: see there.
     """
 
     world_size: int
@@ -65,6 +65,7 @@ class SumVariant:
     slot_stages: int
     by_switch: bool = False
     senders: int = 0
+    spread: bool = False
     flattened: bool = False
 
     @property

@@ -42,8 +42,7 @@ TRITON_RATE = 0.95
 _PARTIAL, _WHOLE = 3, 2
 _MOST_SPLIT = 8  # `weft.kernels.device.splits`
 # `weft.kernels.matmul.copy_engines`: streams on a switch, and what each fetches first; a program's
-# block.
-_STREAMS, _FIRST_COPY, _BLOCK = 3, 4 << 20, 64 << 10
+_STREAMS, _FIRST_COPY = 3, 4 << 20
 
 
 @dataclass(frozen=True)
@@ -182,18 +181,17 @@ def fused_time(
             peer = port / max(ranks - 1, 1)
             link = M * K * of.itemsize / ranks * -(-(ranks - 1) // max(at_once, 1)) / peer
             port = at_once * peer
-        # Before, each 16 rows of the own shard are published by a program, block after block.
-        shown = min(-(-M // ranks), 16) * K * of.itemsize * -(-M // (16 * ranks * hardware.cores))
-        parts += (shown + _BLOCK) / alone
+        # Before, programs publish the own shard, each so many rows, block after block.
+        high = tiling.num_warps * min(2, of.itemsize)
+        shard = -(-M // ranks)
+        shown = min(shard, high) * -(-shard // (high * hardware.cores)) * K * of.itemsize
+        parts += (shown + high * 512 * tiling.num_warps) / alone
         if way == "copy engines":
             fill = _FIRST_COPY * at_once / port
         else:  # One block is loaded while one is stored: two take a load's latency and both.
             each = fetch.blocks * (latency / 2 + fetch.block / alone) + latency
             link = max(link, fetch.pieces * each)
     elif way == "chunks":
-        if hardware.topology == "mesh":  # tiles of a wave are of so many owners
-            at_once = min(ranks - 1, -(-wave * ranks // count))
-            link *= (ranks - 1) / max(at_once, 1)
         sent = link * port / max(M * N, 1)  # bytes of a partial sum, but for what stays
         fill = min(count, wave) * rows * columns * sent / port
         line = min(count, wave) / senders_for(chip)  # each sends, and hands over

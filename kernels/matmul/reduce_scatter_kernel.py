@@ -80,11 +80,13 @@ from weft.kernels.matmul import one_shot_kernel
 
 @dataclass(frozen=True)
 class ReduceScatterConfig(SumConfig):
-    """Also `senders`: how many programs store tiles to peers at a time; see `turns`. `flattened`:
-    whether tiles that descriptors read are made in one loop, if all chunks have as many.
+    """Also `senders`: how many programs store tiles to peers at a time; see `turns`, also for
+    `spread`. `flattened`: whether tiles that descriptors read are made in one loop, if all chunks
+    have as many.
     """
 
     senders: int = 1
+    spread: bool = False
     flattened: bool = not signals.INTERPRETED
 
 
@@ -105,6 +107,7 @@ def reduce_scatter_config(
         descriptors=chip.descriptors and dtype != torch.float32,
         ahead_bytes=chip.shared_bytes * 2 // 3,
         senders=senders_for(chip),
+        spread=chip.is_amd,  # whose links are a mesh
     )
 
 
@@ -247,7 +250,7 @@ def launch_matmul_reduce_scatter(
     alike = len({-(-size // config.tiling.block_m) for size in sizes}) == 1
     in_one_loop = config.flattened and len(xs) == 1 and given[1] is not None and alike
     in_one_loop = in_one_loop and not variant.x_transposed
-    variant = replace(variant, senders=config.senders, flattened=in_one_loop)
+    variant = replace(variant, senders=config.senders, spread=config.spread, flattened=in_one_loop)
     launching(_matmul_reduce_scatter_kernel, config.programs)(
         out, *given, link_of(ws), offsets, N, chunk, ws.rank, V=variant, **options
     )

@@ -259,7 +259,9 @@ def test_against_float64(ranks, virtual_ranks, body, world_size):
 
 
 def sums_in_one_loop() -> None:
-    """All tiles of a program in one loop and nested: the same bits. Chunks end in a tile."""
+    """All tiles of a program in one loop and nested, and from another one on: the same bits. Chunks
+    end in a tile.
+    """
     ws = workspace(None, 1 << 19, channel="one loop")
     rank, W = ws.rank, ws.world_size
     poisoned(ws)
@@ -280,17 +282,17 @@ def sums_in_one_loop() -> None:
         scatter = reduce_scatter_kernel.ReduceScatterConfig(tiling, 3, 16, True, senders=2)
         whole = two_shot_kernel.TwoShotConfig(tiling, 3, 32, True)
         found = []
-        for flattened in (False, True):
+        for flattened, spread in ((False, False), (True, False), (False, True)):
             y = reduce_scatter_kernel.launch_matmul_reduce_scatter(
                 [xs[rank]], [weights[rank]], ws, sizes, scaling=scaling,
-                config=replace(scatter, flattened=flattened),
+                config=replace(scatter, flattened=flattened, spread=spread),
             )  # fmt: skip
             both = two_shot_kernel.launch_matmul_all_reduce(
                 xs[rank], weights[rank], ws, scaling=scaling,
                 config=replace(whole, flattened=flattened),
             )  # fmt: skip
             found.append((y, both))
-        assert all(torch.equal(*pair) for pair in zip(*found, strict=True)), index
+        assert all(torch.equal(each[0], y) for each in zip(*found, strict=True) for y in each), index
         close = tolerance(dtype, W * K)
         torch.testing.assert_close(y.double(), want.split(sizes)[rank], **close)
         torch.testing.assert_close(both.double(), want, **close)
@@ -303,7 +305,7 @@ def test_sums_in_one_loop(virtual_ranks, monkeypatch):
         monkeypatch.setattr(module, "replace", kept)
     virtual_ranks(2, sums_in_one_loop)
     found = [each.flattened for each in made if isinstance(each, summed_tiles.SumVariant)]
-    assert sum(found) >= 2 * 5 and len(found) == 2 * 12  # one shape has an odd number of tiles
+    assert sum(found) >= 2 * 5 and len(found) == 2 * 18  # one shape has an odd number of tiles
 
 
 @pytest.mark.sweep
