@@ -584,10 +584,12 @@ def _launch_config(
     from weft.collectives.kernels import collective_launch as kernels
 
     amd = torch.version.hip or (group.virtual and group.virtual.chip.startswith("gfx"))
-    sums = op == "all_reduce" and reduce_op in ("sum", "avg") and x.dtype in kernels.IN_WORDS
+    words = reduce_op in ("sum", "avg") and x.dtype in kernels.IN_WORDS and not amd
     on_gpus = group.on_gpus(x.device)
-    words_on = fabric_of(group, x.device) if on_gpus and sums and not amd else None
-    return kernels.collective_config(op, nbytes, group.world_size, on_gpus, words_on=words_on)
+    links = fabric_of(group, x.device) if on_gpus and op == "all_reduce" else None
+    return kernels.collective_config(
+        op, nbytes, group.world_size, on_gpus, links=links, words=words
+    )
 
 
 def _kernels(
@@ -639,7 +641,9 @@ def _switch_memory(op: Collective, group: Group, x: torch.Tensor, nbytes: int) -
 
     piece, size = nbytes, x.element_size()
     if op == "all_reduce":
-        most = max((stop - start for start, stop in switch_windows(nbytes // size, size)), default=0)
+        most = max(
+            (stop - start for start, stop in switch_windows(nbytes // size, size)), default=0
+        )
         piece = -(-most * size // group.world_size) + 16
     room = multimem.workspace_bytes(op, piece, group.world_size)
     return workspace(group, room, channel="multimem", device=x.device)

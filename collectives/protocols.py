@@ -95,10 +95,13 @@ KERNEL_US = 7.2
 HOST_US = 6.2
 KERNEL_SHARE = 0.56  # of a port, of loads and stores by all SMs. [fit]
 SECOND_SHOT_US = 1.5  # signals cross the links once more, of two shots. [fit]
-# The same in weft's kernels, in which the sums are stored and waited for as the terms are: in
-# virtual time one and two shots take as long at 230 KiB on 8 H100, and by words, by which the second
-# takes 2.3 to 3.8 us on H100 and B200, at 80.
+# The same in weft's kernels, in which sums are stored and waited for as terms are: in virtual time
+# one and two shots take as long at 230 KiB on 8 H100, and by words, whose second takes 2.3 to 3.8
+# us on H100 and B200, at 80.
 OWN_SECOND_SHOT_US, OWN_SECOND_BY_WORDS_US = 4.6, 2.75
+# By words in one shot, what 64 programs of a KiB at a time take for each 64 KiB after the first: a
+# look at least. In virtual time 64, 128 and 192 KiB on 4 B200 take 6.2, 8.0 and 10.7 us.
+_ROUND_BYTES, _ROUND_US = 64 << 10, 1.0
 # What each of two barriers takes less where no store is waited for: both ways over a link.
 ACKNOWLEDGED_US = 1.4
 # Of multimem instructions. A rank's port carries the array once in a reduce-scatter or an
@@ -180,6 +183,8 @@ def kernel_us(
     us, sent = 0.0, nbytes
     if by_words:
         us, sent = -2 * ACKNOWLEDGED_US, 2 * nbytes
+        if not two_shot:
+            us += (math.ceil(max(nbytes, 1) / _ROUND_BYTES) - 1) * _ROUND_US
     if op == "all_reduce" and two_shot:
         us += (OWN_SECOND_BY_WORDS_US if by_words else OWN_SECOND_SHOT_US) - SECOND_SHOT_US
         return us + two_shot_us(sent, fabric, in_graph=True)

@@ -68,11 +68,8 @@ _MOST_ROOM = 128 << 20
 # Each of 256 threads then has 16 bytes for each rank in flight, and 64 programs what a link of 450
 # GB/s carries to 8 ranks in about 4 us.
 _BLOCK_BYTES, _PROGRAMS = 4 << 10, 64
-# By words that carry their flags also in one shot between two ranks, and up to 128 KiB between more,
-# two blocks a program: in virtual time 128 KiB take 4 B200 8.0 us and not 8.8 as in two shots, 4
-# H100 8.2 and not 8.9; a third block takes longer than the second shot. A block is the least of
-# which each of 128 threads has words of its own.
-_WORDS_ONE_SHOT_BYTES, _WORDS_BLOCK_BYTES = 128 << 10, 1 << 10
+# By words that carry their flags: the least of which each of 128 threads has words of its own.
+_WORDS_BLOCK_BYTES = 1 << 10
 # Then twice the bytes take longer than two acknowledgements, on NVLink of an H100.
 _MOST_WORDS_BYTES = 384 << 10
 WORDS_ROOM = 2 << 20  # of a half of the workspace: the most that any of these needs
@@ -84,7 +81,13 @@ def within_budget(programs: int) -> int:
 
 
 def collective_config(
-    op: str, nbytes: int, world_size: int, on_gpus: bool, *, words_on: Fabric | None = None
+    op: str,
+    nbytes: int,
+    world_size: int,
+    on_gpus: bool,
+    *,
+    links: Fabric | None = None,
+    words: bool = False,
 ) -> CollectiveConfig:
     """The launch of `op`, from what is the same on every rank.
 
@@ -92,12 +95,19 @@ def collective_config(
         nbytes: size of the largest piece in one shot: for all_reduce, of the input.
         on_gpus: `Group.on_gpus` of the tensors' device. Virtual ranks that stand for a chip are
             launched as on that chip, though their tensors are on a CPU.
-        words_on: links on which words may carry their flags, if they are predicted to be quicker:
-            in an all_reduce of sums of IN_WORDS, on chips of NVIDIA.
+        links: of GPUs, by which the shots of an all_reduce are chosen; None: by its size.
+        words: whether words may carry their flags where that is predicted to be quicker: in an
+            all_reduce of sums of IN_WORDS, on chips of NVIDIA.
     """
-    interpreted = not on_gpus
+    interpreted, by_words = not on_gpus, False
     one_shot_bytes = 256 if interpreted else _ONE_SHOT_BYTES
     two_shot = op == "all_reduce" and world_size > 2 and nbytes > one_shot_bytes
+    if op == "all_reduce" and links and on_gpus and world_size > 1:
+        # A program holds a block for all ranks at once: few enough registers for 8.
+        words = words and world_size <= 8 and 0 < nbytes <= _MOST_WORDS_BYTES
+        two_shot, by_words = _quickest_shots(nbytes, links, words)
+    if by_words:
+        return words_config(nbytes, world_size, two_shot)
     piece = -(-nbytes // world_size) if two_shot else nbytes
     block, most = _BLOCK_BYTES, within_budget(_PROGRAMS)
     if interpreted:
@@ -105,21 +115,18 @@ def collective_config(
         block, most = min(max(64, triton.next_power_of_2(-(-piece // 24))), 1 << 16), 3
     programs = max(1, min(most, -(-piece // block)))
     nvidia = not interpreted and torch.version.hip is None
-    signalled = CollectiveConfig(block, programs, 4 if interpreted else 8, two_shot, nvidia)
-    # A program holds a block for all ranks at once: few enough registers for 8.
-    if words_on and on_gpus and 1 < world_size <= 8 and 0 < nbytes <= _MOST_WORDS_BYTES:
-        two_shot, by_words = _quickest_shots(nbytes, words_on, two_shot)
-        return words_config(nbytes, world_size, two_shot) if by_words else signalled
-    return signalled
+    return CollectiveConfig(block, programs, 4 if interpreted else 8, two_shot, nvidia)
 
 
 @lru_cache(maxsize=4096)
-def _quickest_shots(nbytes: int, fabric: Fabric, signalled_two_shot: bool) -> tuple[bool, bool]:
+def _quickest_shots(nbytes: int, fabric: Fabric, words: bool) -> tuple[bool, bool]:
     """Whether an all_reduce is predicted to be the quickest in two shots, and by words."""
-    ways = [(signalled_two_shot, False)]
-    if fabric.ranks == 2 or nbytes <= _WORDS_ONE_SHOT_BYTES:
-        ways.append((False, True))
+    ways = [(False, False)]
     if fabric.ranks > 2:
+        ways.append((True, False))
+    if words and 2 * fabric.ranks * nbytes <= WORDS_ROOM:
+        ways.append((False, True))
+    if words and fabric.ranks > 2:
         ways.append((True, True))
 
     def us(way: tuple[bool, bool]) -> float:

@@ -181,16 +181,15 @@ def sums_in_one_shot(chip: Chip, M: int, N: int, world_size: int) -> bool:
 
 MOST_STAGES = 8
 
-# From this many rows on, a chunk has tiles as large as those of a large matmul.
-_WHOLE_ROWS = 128
-
 
 def scatters_in_one_shot(
     chip: Chip, chunk: int, N: int, dtype: torch.dtype, world_size: int, tuned: Tiling | None
 ) -> bool:
     """Whether tiles of a matmul_reduce_scatter may straddle chunks of at most (chunk, N)."""
     if chip is not INTERPRETER:
-        return world_size > 1 and chunk < _WHOLE_ROWS
+        # On AMD's, chunks have tiles of 64 rows; where these are few, more programs share one.
+        few = world_size * chunk * N <= 128 * 128 * chip.cores // 2
+        return world_size > 1 and chunk < (128 if few or not chip.is_amd else 64)
     tiling = tuned or chunk_tiling_for(chip, chunk, N, dtype, world_size)
     return world_size > 1 and chunk < tiling.block_m
 
@@ -269,14 +268,36 @@ def gather_tiling_for(
 
 
 def chunk_tiling_for(chip: Chip, chunk: int, N: int, dtype: torch.dtype, world_size: int) -> Tiling:
-    """As `tiling_for`, of a chunk of (chunk, N) for each rank, whose partial sums are sent."""
+    """As `tiling_for`, of a chunk of (chunk, N) for each rank, whose partial sums are sent.
+
+    On AMD's up to four waves of large tiles are made by smaller ones, so that more than the last
+    are sent behind arithmetic: in virtual time an 8B layer takes 92.8 us on 8 MI300X at M = 2048,
+    not 135, on 4 105, not 134, at 1024, and on 2 225, not 252.
+    """
     tiling = tiling_for(chip, chunk, N, dtype, world_size)
+    few = world_size * chunk * N <= 4 * 128 * 128 * chip.cores
+    if chip.is_amd and few and tiling.block_m == 128:
+        return Tiling(64, 64, 64, num_warps=4, num_stages=2)
     return _in_few_waves(tiling, chip, world_size * chunk, N, dtype, 0)
 
 
 def sum_tiling_for(chip: Chip, M: int, N: int, dtype: torch.dtype) -> Tiling:
     """As `tiling_for`, of one output whose partial sums are sent."""
     return _in_long_steps(_in_few_waves(tiling_for(chip, M, N, dtype), chip, M, N, dtype, 0), dtype)
+
+
+def two_shot_tiling_for(chip: Chip, M: int, N: int, dtype: torch.dtype) -> Tiling:
+    """As `sum_tiling_for`, where no programs share a tile.
+
+    On AMD's, whose steps wait for nothing, tiles half as high while each has a core of its own: 64
+    rows of an 8B layer take 8 MI300X 30.9 us in virtual time, not 35.8, and 4 34.6, not 42.2; of a
+    70B one 50.8, not 53.9. On 4 H100 they would gain 4 %, and could not use `wgmma`.
+    """
+    tiling = sum_tiling_for(chip, M, N, dtype)
+    fits = 2 * -(-M // tiling.block_m) * -(-N // tiling.block_n) <= chip.cores
+    if chip.is_amd and dtype != torch.float32 and 32 <= tiling.block_m <= 64 and fits:
+        return replace(tiling, block_m=tiling.block_m // 2)
+    return tiling
 
 
 def _in_few_waves(

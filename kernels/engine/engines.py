@@ -450,8 +450,8 @@ def collective_config_on(chip: Hardware, op: Collective, piece: int, W: int) -> 
     """
     from weft.collectives.kernels.collective_launch import collective_config
 
-    words = op == "all_reduce" and not chip.chip.startswith("gfx")
-    return collective_config(op, piece, W, True, words_on=chip.fabric(W) if words else None)
+    words = not chip.chip.startswith("gfx")
+    return collective_config(op, piece, W, True, links=chip.fabric(W), words=words)
 
 
 def unfused_parts(

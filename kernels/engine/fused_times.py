@@ -33,6 +33,7 @@ from weft.kernels.engine.chips import (
     senders_for,
     sum_tiling_for,
     sums_in_one_shot,
+    two_shot_tiling_for,
 )
 
 # Rate of Triton's matmuls relative to the library's, over the published pairs of symm-mem-recipes
@@ -63,10 +64,10 @@ class _Transport:
 
 
 _WAYS = {
-    "copy programs": _Transport(0.62, 0.23, 0.0, 7.1),
+    "copy programs": _Transport(0.38, 0.33, 0.0, 7.1),
     "copy engines": _Transport(0.12, 0.0, 0.98, 4.8),  # the first copies
-    "chunks": _Transport(0.22, 0.0, 0.69, 7.0),  # a tile of each program, which take turns
-    "one shot": _Transport(1.14, 0.0, 0.0, 2.0),
+    "chunks": _Transport(0.2, 0.0, 0.67, 7.2),  # a tile of each program, which take turns
+    "one shot": _Transport(1.18, 0.0, 0.0, 1.8),
     "two shots": _Transport(1.11, 0.0, 0.0, 3.2),  # all ranks played
     "by the switch": _Transport(1.11, 0.0, 0.0, 3.2),  # as two shots: virtual time has no switch
 }
@@ -256,7 +257,7 @@ def _fetching(
     """As `weft.kernels.matmul.all_gather_launch` has it."""
     programs = max(1, hardware.cores // 8)
     wide, high = 512 * tiling.num_warps // itemsize, tiling.num_warps * min(2, itemsize)
-    parts = 2 if M >= 128 * ranks and K >= 2 * wide else 1
+    parts = 2 if min(M - 128 * ranks, K - 2 * wide) >= 0 else 1
     shard = -(-M // ranks)
     rows = min(shard, parts * min(32, max(8, M // (2 * programs))))
     chunks = max(1, -(-shard // max(rows, 1)))
@@ -316,6 +317,8 @@ def _tiling_of(
         return chunk_tiling_for(chip, -(-M // ranks), N, dtype, ranks)
     if op == "all_gather_matmul":
         return gather_tiling_for(chip, M, N, dtype, ranks)
+    if way != "one shot":
+        return two_shot_tiling_for(chip, M, N, dtype)
     return sum_tiling_for(chip, M, N, dtype)
 
 

@@ -301,7 +301,9 @@ def test_few_bytes_of_sums_take_words() -> None:
 
     def chosen(nbytes: int, W: int = 8, words: bool = True, chip: str = "h100") -> Any:
         links = replace(named(chip).fabric(8), ranks=W) if words else None
-        return collective_launch.collective_config("all_reduce", nbytes, W, True, words_on=links)
+        return collective_launch.collective_config(
+            "all_reduce", nbytes, W, True, links=links, words=words
+        )
 
     assert [chosen(n << 10).by_words for n in (0, 1, 384, 385)] == [False, True, True, False]
     assert [chosen(n << 10).two_shot for n in (1, 64, 96)] == [False, False, True]

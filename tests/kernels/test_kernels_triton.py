@@ -292,7 +292,9 @@ def sums_in_one_loop() -> None:
                 config=replace(whole, flattened=flattened),
             )  # fmt: skip
             found.append((y, both))
-        assert all(torch.equal(each[0], y) for each in zip(*found, strict=True) for y in each), index
+        assert all(torch.equal(each[0], y) for each in zip(*found, strict=True) for y in each), (
+            index
+        )
         close = tolerance(dtype, W * K)
         torch.testing.assert_close(y.double(), want.split(sizes)[rank], **close)
         torch.testing.assert_close(both.double(), want, **close)

@@ -78,7 +78,7 @@ def test_what_is_kept_goes_by_the_budget(monkeypatch: pytest.MonkeyPatch) -> Non
     found = []
     for sms in ("", "8", "16", "8"):
         monkeypatch.setenv("WEFT_SMS", sms)
-        config = collective_config("all_reduce", 16 << 10, 2, True, words_on=links)
+        config = collective_config("all_reduce", 16 << 10, 2, True, links=links, words=True)
         found.append((config.by_words, config.programs, plans.of((), settings.sms)))
     assert found == [(True, 16, 0), (True, 8, 8), (True, 16, 16), (True, 8, 8)]
 
