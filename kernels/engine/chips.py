@@ -167,13 +167,15 @@ def sums_in_one_shot(chip: Chip, M: int, N: int, world_size: int) -> bool:
     """Whether a matmul_all_reduce of (M, N) has each rank receive the partial sums of all.
 
     That is (W - 1) times their bytes; two shots receive 1.25 to 2 times as many, but exchange
-    signals once more. In virtual time both take as long at 256 KiB of fp32 on 4 H100; B200's links
+    signals once more. In virtual time 4 H100 take 22.4 and 22.8 us at 256 KiB of fp32; B200's links
     are twice as quick: one shot takes 12.7 us, not 16.1, on 4, and 12.0, not 12.9, on 8, at 1 MiB
     18.5, not 19.9, on 4.
     """
     most = 128 << 10
     if chip is INTERPRETER:
         most = 16 << 10
+    elif chip.name == "sm_90" and world_size <= 4:
+        most = 256 << 10
     elif chip.name == "sm_100":
         most = (1 << 20) if world_size <= 4 else (256 << 10)
     return world_size <= 2 or most >= M * N * 4
@@ -282,22 +284,17 @@ def chunk_tiling_for(chip: Chip, chunk: int, N: int, dtype: torch.dtype, world_s
 
 
 def sum_tiling_for(chip: Chip, M: int, N: int, dtype: torch.dtype) -> Tiling:
-    """As `tiling_for`, of one output whose partial sums are sent."""
-    return _in_long_steps(_in_few_waves(tiling_for(chip, M, N, dtype), chip, M, N, dtype, 0), dtype)
+    """As `tiling_for`, of one output whose partial sums are sent.
 
-
-def two_shot_tiling_for(chip: Chip, M: int, N: int, dtype: torch.dtype) -> Tiling:
-    """As `sum_tiling_for`, where no programs share a tile.
-
-    On AMD's, whose steps wait for nothing, tiles half as high while each has a core of its own: 64
-    rows of an 8B layer take 8 MI300X 30.9 us in virtual time, not 35.8, and 4 34.6, not 42.2; of a
-    70B one 50.8, not 53.9. On 4 H100 they would gain 4 %, and could not use `wgmma`.
+    Few tiles are half as high while each has a core of its own: else two programs share one's
+    contraction, or cores have none. In virtual time 64 rows of an 8B layer, scattered, take 8 H100
+    14.9 us, not 18.8, and kept everywhere 4 H100 26.7, not 27.7, and 8 MI300X 30.9, not 35.8.
     """
-    tiling = sum_tiling_for(chip, M, N, dtype)
-    fits = 2 * -(-M // tiling.block_m) * -(-N // tiling.block_n) <= chip.cores
-    if chip.is_amd and dtype != torch.float32 and 32 <= tiling.block_m <= 64 and fits:
-        return replace(tiling, block_m=tiling.block_m // 2)
-    return tiling
+    tiling = _in_few_waves(tiling_for(chip, M, N, dtype), chip, M, N, dtype, 0)
+    few = 2 * -(-M // tiling.block_m) * -(-N // tiling.block_n) <= chip.cores
+    if few and tiling.block_m in (32, 64) and tiling.block_n == 64 and dtype.itemsize == 2:
+        tiling = replace(tiling, block_m=tiling.block_m // 2)
+    return _in_long_steps(tiling, dtype)
 
 
 def _in_few_waves(

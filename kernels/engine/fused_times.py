@@ -33,7 +33,6 @@ from weft.kernels.engine.chips import (
     senders_for,
     sum_tiling_for,
     sums_in_one_shot,
-    two_shot_tiling_for,
 )
 
 # Rate of Triton's matmuls relative to the library's, over the published pairs of symm-mem-recipes
@@ -67,7 +66,7 @@ _WAYS = {
     "copy programs": _Transport(0.38, 0.33, 0.0, 7.1),
     "copy engines": _Transport(0.12, 0.0, 0.98, 4.8),  # the first copies
     "chunks": _Transport(0.2, 0.0, 0.67, 7.2),  # a tile of each program, which take turns
-    "one shot": _Transport(1.18, 0.0, 0.0, 1.8),
+    "one shot": _Transport(1.21, 0.0, 0.0, 1.6),
     "two shots": _Transport(1.11, 0.0, 0.0, 3.2),  # all ranks played
     "by the switch": _Transport(1.11, 0.0, 0.0, 3.2),  # as two shots: virtual time has no switch
 }
@@ -270,11 +269,14 @@ def _fetching(
 
 
 def _parts_us(hardware: Hardware, nbytes: int, count: int, split: int) -> float:
-    """Of `count` tiles that are split: their parts go through memory, one core adds up a tile's."""
+    """Of `count` tiles that are split: their parts go through memory, one core, which waits for the
+    others, adds up a tile's.
+    """
     if split == 1:
         return 0.0
     by_core = split * nbytes / (hardware.core_bandwidth / 1e6)
-    return max(by_core, 2 * count * (split - 1) * nbytes / (hardware.hbm_bandwidth / 1e6))
+    told = hardware.hbm_latency_us + hardware.wait_us
+    return told + max(by_core, 2 * count * (split - 1) * nbytes / (hardware.hbm_bandwidth / 1e6))
 
 
 def _chip(hardware: Hardware) -> Chip:
@@ -317,8 +319,6 @@ def _tiling_of(
         return chunk_tiling_for(chip, -(-M // ranks), N, dtype, ranks)
     if op == "all_gather_matmul":
         return gather_tiling_for(chip, M, N, dtype, ranks)
-    if way != "one shot":
-        return two_shot_tiling_for(chip, M, N, dtype)
     return sum_tiling_for(chip, M, N, dtype)
 
 

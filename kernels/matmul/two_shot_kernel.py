@@ -60,8 +60,8 @@ from weft.kernels.engine.chips import (
     Chip,
     Tiling,
     chip_of,
+    sum_tiling_for,
     sums_in_one_shot,
-    two_shot_tiling_for,
 )
 from weft.kernels.engine.fp8 import Scaling
 from weft.kernels.engine.fused_times import adds_by_switch
@@ -94,7 +94,7 @@ def two_shot_config(
 ) -> TwoShotConfig:
     """The launch in two shots, whatever the size."""
     if tiling is None:
-        tiling = two_shot_tiling_for(chip, M, N, dtype)
+        tiling = sum_tiling_for(chip, M, N, dtype)
         if chip.descriptors:  # tiles of 128 x 128 would spill 8 bytes on sm_100
             tiling = replace(tiling, all_registers=True)
     return TwoShotConfig(
