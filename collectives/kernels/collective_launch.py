@@ -184,17 +184,17 @@ def windows(
     """
     slots = 2 if config.two_shot else world_size
     room = (_MOST_ROOM // slots - 2 * world_size * _SLOT_ALIGN) // itemsize
-    return _equal_parts(widest, room)
+    return _parts_of_most(widest, room)
 
 
 def switch_windows(count: int, itemsize: int) -> list[tuple[int, int]]:
     """The same of an all_reduce of `count` elements by the switch: of each a half of the workspace
     holds the terms and the sums.
     """
-    return _equal_parts(count, _MOST_ROOM // 2 // itemsize)
+    return _parts_of_most(count, _MOST_ROOM // 2 // itemsize)
 
 
-def _equal_parts(count: int, most: int) -> list[tuple[int, int]]:
+def _parts_of_most(count: int, most: int) -> list[tuple[int, int]]:
     """As few as have at most `most` elements; they begin at multiples of _SLOT_ALIGN."""
     most = max(1, most // _SLOT_ALIGN) * _SLOT_ALIGN
     part = -(-count // max(1, -(-count // most)))

@@ -288,7 +288,9 @@ def chunk_tiling_for(chip: Chip, chunk: int, N: int, dtype: torch.dtype, world_s
     return _in_few_waves(tiling, chip, world_size * chunk, N, dtype, 0)
 
 
-def sum_tiling_for(chip: Chip, M: int, N: int, dtype: torch.dtype) -> Tiling:
+def sum_tiling_for(
+    chip: Chip, M: int, N: int, dtype: torch.dtype, *, two_shots: bool = False
+) -> Tiling:
     """As `tiling_for`, of one output whose partial sums are sent.
 
     Few tiles are half as high while each has a core of its own: else two programs share one's
@@ -299,7 +301,10 @@ def sum_tiling_for(chip: Chip, M: int, N: int, dtype: torch.dtype) -> Tiling:
     few = 2 * -(-M // tiling.block_m) * -(-N // tiling.block_n) <= chip.cores
     if few and tiling.block_m in (32, 64) and tiling.block_n == 64 and dtype.itemsize == 2:
         tiling = replace(tiling, block_m=tiling.block_m // 2)
-    return _in_long_steps(_in_one_wave(tiling, chip, M, N), dtype)
+    # One program adds up a tile in two shots: a wide one takes longer than a wave of a B200.
+    if not (two_shots and chip.name == "sm_100"):
+        tiling = _in_one_wave(tiling, chip, M, N)
+    return _in_long_steps(tiling, dtype)
 
 
 def _in_one_wave(tiling: Tiling, chip: Chip, M: int, N: int) -> Tiling:

@@ -29,6 +29,7 @@ from weft.kernels.engine.chips import (
     gather_tiling_for,
     scatters_in_one_shot,
     sum_tiling_for,
+    sums_in_one_shot,
 )
 
 GUESS = 0.95  # where nothing was measured; of plain matmuls on an H200 0.94 to 0.99 (docs/gpu.md)
@@ -74,7 +75,8 @@ def tiling_of(op: str, chip: Chip, M: int, N: int, K: int, dtype: torch.dtype, W
         return tuned or chunk_tiling_for(chip, chunk, N, dtype, W)
     if gathers:
         return tuned or gather_tiling_for(chip, M, N, dtype, W)
-    return tuned or sum_tiling_for(chip, M, N, dtype)
+    two_shots = op == "matmul_all_reduce" and not sums_in_one_shot(chip, M, N, W)
+    return tuned or sum_tiling_for(chip, M, N, dtype, two_shots=two_shots)
 
 
 def tile_of(op: str, chip: Chip, M: int, N: int, K: int, dtype: torch.dtype, W: int) -> Tile:

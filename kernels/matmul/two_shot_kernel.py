@@ -94,7 +94,7 @@ def two_shot_config(
 ) -> TwoShotConfig:
     """The launch in two shots, whatever the size."""
     if tiling is None:
-        tiling = sum_tiling_for(chip, M, N, dtype)
+        tiling = sum_tiling_for(chip, M, N, dtype, two_shots=True)
         if chip.descriptors:  # tiles of 128 x 128 would spill 8 bytes on sm_100
             tiling = replace(tiling, all_registers=True)
     return TwoShotConfig(

@@ -25,9 +25,9 @@ from weft.kernels.engine.fused_times import fused_us, sent_bytes
 @pytest.mark.parametrize(
     ("op", "least", "median", "ninth"),
     [
-        ("all_gather_matmul", 36, 0.055, 0.14),
-        ("matmul_reduce_scatter", 22, 0.03, 0.08),
-        ("matmul_all_reduce", 10, 0.05, 0.1),
+        ("all_gather_matmul", 36, 0.04, 0.12),
+        ("matmul_reduce_scatter", 36, 0.02, 0.05),
+        ("matmul_all_reduce", 16, 0.03, 0.06),
     ],
 )
 def test_the_closed_form_against_virtual_time(
@@ -39,7 +39,7 @@ def test_the_closed_form_against_virtual_time(
     for some in (rows, [row for row in rows if not scaling_fit.is_fitted_on(row)]):
         errors = sorted(abs(scaling_fit.error_of(row)) for row in some)
         assert statistics.median(errors) < median
-        assert errors[len(errors) * 9 // 10] < ninth and errors[-1] < 0.2
+        assert errors[len(errors) * 9 // 10] < ninth and errors[-1] < 0.18
 
 
 # Llama-3 8B by `tools.scaling_page`, in virtual time. No constant was fitted on these; the form,
@@ -47,30 +47,35 @@ def test_the_closed_form_against_virtual_time(
 PLAYED = [
     ("all_gather_matmul", 512, 4, "h100", 71.3),
     ("all_gather_matmul", 512, 2, "h100", 86.3),
-    ("matmul_reduce_scatter", 512, 4, "h100", 63.4),
-    ("matmul_reduce_scatter", 512, 2, "h100", 83.9),
-    ("matmul_all_reduce", 64, 2, "h100", 35.9),
-    ("matmul_all_reduce", 64, 4, "h100", 28.8),
+    ("matmul_reduce_scatter", 512, 4, "h100", 47.6),
+    ("matmul_reduce_scatter", 512, 2, "h100", 69.7),
+    ("matmul_all_reduce", 64, 2, "h100", 31.0),
+    ("matmul_all_reduce", 64, 4, "h100", 26.8),
+    ("matmul_all_reduce", 16, 4, "h100", 22.4),
+    ("matmul_reduce_scatter", 64, 8, "h100", 14.9),
     ("all_gather_matmul", 1024, 8, "b200", 97.2),
-    ("matmul_reduce_scatter", 1024, 8, "b200", 59.4),
+    ("matmul_reduce_scatter", 1024, 8, "b200", 49.2),
     ("all_gather_matmul", 4096, 8, "mi300x", 241.0),
     ("all_gather_matmul", 16, 8, "h100", 36.1),
     ("matmul_reduce_scatter", 16, 8, "h100", 16.0),
     ("all_gather_matmul", 1024, 8, "mi300x", 85.1),
-    ("matmul_reduce_scatter", 1024, 8, "mi300x", 79.8),
-    ("matmul_all_reduce", 64, 8, "mi300x", 29.2),
+    ("matmul_reduce_scatter", 2048, 8, "mi300x", 92.8),
+    ("matmul_reduce_scatter", 1024, 4, "mi300x", 104.7),
+    ("matmul_all_reduce", 64, 8, "mi300x", 30.9),
 ]
 
 
 def test_the_closed_form_against_other_ranks_and_chips() -> None:
-    """Within 15 % on H100, 40 % on B200, where chunks of few rows come in two rounds, and 35 % on
-    MI300X."""
-    limits = {"h100": 0.15, "b200": 0.4, "mi300x": 0.35}
+    """Within 16 % on H100, 13 % on B200 and 18 % on MI300X, but for its sums of few rows that all
+    keep, at 36 %: on 4, their links take 12 us of 35 in virtual time, and in the form 7.
+    """
+    limits = {"h100": 0.16, "b200": 0.13, "mi300x": 0.18}
     for op, M, ranks, chip, us in PLAYED:
         up, own = op == "all_gather_matmul", 14336 // ranks
         N, K = (own, 4096) if up else (4096, own)
         got = fused_us(op, M, N, K, "bfloat16", scaling_fit.as_played(PRESETS[chip]), ranks)
-        assert abs(got / us - 1) < limits[chip], (op, M, ranks, chip, got, us)
+        limit = 0.36 if (op, chip) == ("matmul_all_reduce", "mi300x") else limits[chip]
+        assert abs(got / us - 1) < limit, (op, M, ranks, chip, got, us)
 
 
 def test_bytes_of_the_fused_matmuls() -> None:
