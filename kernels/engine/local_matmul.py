@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from weft.collectives.cost import bfloat16_gain, onednn_is_quicker
+from weft.collectives.ranks.traced import is_traced
 from weft.kernels.engine.autocast import outside_autocast
 from weft.kernels.engine.chips import INTERPRETER, chip_of
 
@@ -230,6 +231,13 @@ class WeightGrad:
 def needs_gradient(operands: Iterable[torch.Tensor | None]) -> bool:
     """Whether autograd is to record what is made of the operands."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
+
+
+def no_view(x: torch.Tensor) -> torch.Tensor:
+    """x in the same memory, for a function to return: autograd lets nobody write to a view."""
+    if is_traced(x) or not x._is_view():
+        return x
+    return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
 
 
 def check_operands(

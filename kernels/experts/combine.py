@@ -24,7 +24,7 @@ from weft.collectives.ranks.flight import call_of
 from weft.collectives.ranks.traced import is_call_traced
 from weft.kernels.engine.autocast import autocast, outside_autocast
 from weft.kernels.engine.engines import record_backward
-from weft.kernels.engine.local_matmul import check_wire
+from weft.kernels.engine.local_matmul import check_wire, no_view
 from weft.kernels.experts.by_engine import engine_module
 from weft.kernels.experts.calls import CombineCall
 from weft.kernels.experts.dispatch import engine_of, gradients
@@ -172,8 +172,7 @@ class Combine(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(h, w, weights)
         ctx.call = call
-        y: torch.Tensor = engine_module(call.engine).combine_forward(call, h, w, weights)
-        return y
+        return no_view(engine_module(call.engine).combine_forward(call, h, w, weights))
 
     @staticmethod
     @outside_autocast

@@ -43,7 +43,7 @@ from weft.kernels.engine.engines import (
 )
 from weft.kernels.engine.epilogues import Activation
 from weft.kernels.engine.fp8 import FP8, Quantize, check_quantize
-from weft.kernels.engine.local_matmul import on_cpu
+from weft.kernels.engine.local_matmul import no_view, on_cpu
 from weft.kernels.experts.across import crossings, set_refusal
 from weft.kernels.experts.by_engine import engine_module
 from weft.kernels.experts.calls import DispatchCall, DispatchMade
@@ -346,10 +346,12 @@ class Dispatch(torch.autograd.Function):
         made: DispatchMade = call.made or engine_module(call.engine).dispatch_forward(
             call, x, weights, keep, any(ctx.needs_input_grad)
         )
+        hs = {h: no_view(h) for h in made.hs}
+        kept = [hs.get(each, each) for each in made.kept]  # so that writing to it is noticed
         # Not with results, which refer to ctx.
         ctx.call, ctx.kept = call._replace(made=None), made.rows is not None
-        ctx.save_for_backward(x, *weights, *([made.rows] if ctx.kept else []), *made.kept)
-        return tuple(made.hs)
+        ctx.save_for_backward(x, *weights, *([made.rows] if ctx.kept else []), *kept)
+        return tuple(hs.values())
 
     @staticmethod
     @outside_autocast

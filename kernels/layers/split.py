@@ -17,6 +17,7 @@ import torch
 
 from weft.collectives import Group, all_gather, all_reduce
 from weft.collectives.ranks.chunks import chunk_sizes
+from weft.kernels.engine.local_matmul import no_view
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class GatheredFeatures(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, split: Split, group: Group) -> torch.Tensor:
         ctx.where = split, group
-        return split.whole(y, -1, group)
+        return no_view(split.whole(y, -1, group))
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

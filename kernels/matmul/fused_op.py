@@ -42,6 +42,7 @@ from weft.kernels.engine.local_matmul import (
     conjugated,
     finished,
     needs_gradient,
+    no_view,
     partial_matmul,
     sum_dtype,
 )
@@ -217,10 +218,10 @@ class _ScatteredSum(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.group, ctx.dim, ctx.op, ctx.dtype, ctx.length = group, dim, op, dtype, x.shape[dim]
         if wire_dtype is None:
-            return reduce_scatter(x, group, dim=dim, reduce_op=op)
+            return no_view(reduce_scatter(x, group, dim=dim, reduce_op=op))
         front, sizes = x.movedim(dim, 0).to(wire_dtype), chunk_sizes(ctx.length, group.world_size)
         y = movement.scatter(front, group, sizes, op, dim=dim, as_is=True)
-        return y.movedim(0, dim).to(x.dtype)
+        return no_view(y.movedim(0, dim).to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

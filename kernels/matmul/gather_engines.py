@@ -46,6 +46,7 @@ from weft.kernels.engine.local_matmul import (
     as_rows,
     matmul,
     mm,
+    no_view,
     partial_matmul,
     partial_mm,
     sum_dtype,
@@ -441,7 +442,7 @@ def _generic_forward(
     weights: list[torch.Tensor],
     biases: list[torch.Tensor | None],
 ) -> Made:
-    gathered = all_gather(x, call.group, dim=call.dim, sizes=call.rows)
+    gathered = no_view(all_gather(x, call.group, dim=call.dim, sizes=call.rows))
     pairs = zip(weights, biases, strict=True)
     return Made([matmul(gathered, *pair) for pair in pairs], [], gathered)
 

@@ -42,6 +42,7 @@ from weft.kernels.engine.local_matmul import (
     check_residual,
     in_sum_dtype,
     needs_gradient,
+    no_view,
     sum_dtype,
 )
 from weft.kernels.engine.plans import Plans
@@ -272,7 +273,7 @@ class SumAndNorm(torch.autograd.Function):
         weight: torch.Tensor | None,
         residual: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        y, h = map(_no_view, run(call, x, weight, residual))
+        y, h = map(no_view, run(call, x, weight, residual))
         ctx.save_for_backward(h, weight)
         ctx.call = call
         return y, h
@@ -283,13 +284,6 @@ class SumAndNorm(torch.autograd.Function):
         h, weight = ctx.saved_tensors
         needs = ctx.needs_input_grad[2:]
         return None, None, *ctx.call.gradients(h, weight, dy, dh, needs)
-
-
-def _no_view(x: torch.Tensor) -> torch.Tensor:
-    """x in the same memory: of several results of a function, views could not be written to."""
-    if not x._is_view():
-        return x
-    return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
 
 
 def sum_and_norm(
