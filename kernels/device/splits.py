@@ -21,14 +21,12 @@ import triton.language as tl
 from weft.collectives.device import signals
 from weft.collectives.device.launches import temporary
 from weft.kernels.device import tiles
-from weft.kernels.engine.chips import Chip, Tiling
-
-_MOST = 8
+from weft.kernels.engine.chips import MOST_SPLIT, Chip, Tiling
 
 
 def programs_a_tile(count: int, K: int, tiling: Tiling, chip: Chip) -> int:
     """SPLIT for `count` tiles of a matmul over K: all cores busy, at least two steps of K each."""
-    return max(1, min(_MOST, chip.programs // max(count, 1), K // (2 * tiling.block_k)))
+    return max(1, min(MOST_SPLIT, chip.programs // max(count, 1), K // (2 * tiling.block_k)))
 
 
 def scratch_for(count: int, split: int, like: torch.Tensor, tiling: Tiling) -> torch.Tensor | None:

@@ -23,6 +23,7 @@ from weft.collectives.prices.hardware import Hardware
 from weft.collectives.protocols import KERNEL_US, Fabric, switch_us, two_shot_us
 from weft.kernels.engine import kernel_rates
 from weft.kernels.engine.chips import (
+    MOST_SPLIT,
     Chip,
     Tiling,
     chunk_tiling_for,
@@ -40,7 +41,6 @@ from weft.kernels.engine.chips import (
 TRITON_RATE = 0.95
 # Bytes of a partial sum and of a whole one, in half precision: `weft.kernels.device.partial_sums`.
 _PARTIAL, _WHOLE = 3, 2
-_MOST_SPLIT = 8  # `weft.kernels.device.splits`
 # `weft.kernels.matmul.copy_engines`: streams on a switch, and what each fetches first; a program's
 _STREAMS, _FIRST_COPY = 3, 4 << 20
 
@@ -138,7 +138,7 @@ def fused_time(
     count = max(count, 1)
     split = 1
     if way == "one shot":
-        split = max(1, min(_MOST_SPLIT, wave // count, K // (2 * tiling.block_k)))
+        split = max(1, min(MOST_SPLIT, wave // count, K // (2 * tiling.block_k)))
     core = hardware.core_flops_per_us(dtype) * library.UNDER_POWER * rate
     read = (rows + columns) * K * of.itemsize
     dots = 2 * rows * columns * K / core

@@ -90,7 +90,8 @@ def few_config(
         tiling = replace(tiling, block_m=min(tiling.block_m, 64), num_warps=8)
     programs = max(3, chip.programs)
     # In virtual time (2 H100, 64 tokens x 4096 of 8 of 32 experts): 8, 16, 32 senders take 103, 97,
-    # 105 us; 4, 8, 16 clerks 98, 97, 107. A clerk polls a word of each sender of each rank at once.
+    # 105 us; 4, 8, 16 clerks 98, 97, 107. A clerk polls a word of each sender of each rank at once,
+    # 256 at most, two for each of 128 threads: less than an eighth of 132 from 17 ranks on.
     senders = max(1, min(tokens, programs // 8, 256 // world_size))
     ids = triton.next_power_of_2(max(1, world_size * tokens * top_k))
     roles = Roles(

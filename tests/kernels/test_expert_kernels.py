@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from weft import sim
 from weft.collectives import workspace
-from weft.kernels.engine.chips import INTERPRETER
+from weft.kernels.engine.chips import INTERPRETER, known
 from weft.kernels.expert_kernels import (
     combine_launch,
     contract_grouped_kernel,
@@ -309,6 +309,16 @@ def combining(count: int) -> None:
                         factor = gates[rank].reshape(-1)[slot].double() if weighted else 1.0
                         want[slot // told.k] += factor * o.to(wire or dtype).double()
         within(y, want, 4 * told.k, case, wire or dtype)
+
+
+@pytest.mark.parametrize(("tokens", "weighers"), [(64, 16), (65, 33), (256, 33), (257, 0)])
+def test_of_few_tokens_fewer_programs_add_up(tokens: int, weighers: int) -> None:
+    """On an H100, whose other programs read the experts' weights meanwhile."""
+    chip = known("sm_90")
+    made = combine_launch.combine_config(
+        tokens, 4096, torch.bfloat16, chip, experts=16, tokens=tokens
+    )
+    assert (made.programs, made.weighers) == (132, weighers)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
