@@ -194,7 +194,7 @@ def fused_time(
     elif way == "chunks":
         sent = link * port / max(M * N, 1)  # bytes of a partial sum, but for what stays
         fill = min(count, wave) * rows * columns * sent / port
-        line = min(count, wave) / senders_for(chip)  # each sends, and hands over
+        line = min(count, wave) / senders_for(chip, count)  # each sends, and hands over
         fill = max(fill, line * (stored / alone + hardware.wait_us + hardware.l2_latency_us))
     latency += hardware.wait_us
     cost = _WAYS[way]

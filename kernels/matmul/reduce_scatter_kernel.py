@@ -100,13 +100,14 @@ def reduce_scatter_config(
     # Tiles that straddle chunks read w once for all of them.
     if scatters_in_one_shot(chip, chunk, N, dtype, world_size, choice.tiling):
         return one_shot_kernel.one_shot_config(M, N, dtype, chip, choice.tiling)
+    count = world_size * tile_count(chunk, N, tiling)
     return ReduceScatterConfig(
         tiling,
-        programs=max(1, min(chip.programs, world_size * tile_count(chunk, N, tiling))),
+        programs=max(1, min(chip.programs, count)),
         reduce_m=min(32, tiling.block_m),
         descriptors=chip.descriptors and dtype != torch.float32,
         ahead_bytes=chip.shared_bytes * 2 // 3,
-        senders=senders_for(chip),
+        senders=senders_for(chip, count),
         spread=chip.is_amd,  # whose links are a mesh
     )
 

@@ -172,7 +172,7 @@ def test_the_way_of_a_launch_goes_by_size() -> None:
     ]
     assert [one_shot(config) for config in chunks] == [True, False]
     assert (
-        isinstance(chunks[1], reduce_scatter_kernel.ReduceScatterConfig) and chunks[1].senders == 33
+        isinstance(chunks[1], reduce_scatter_kernel.ReduceScatterConfig) and chunks[1].senders == 66
     )
     # 8 tiles for 132 cores: as many parts as there may be, which K bounds where it is known.
     assert one_shot_kernel.one_shot_config(16, 512, bf16, H100).split == 8
