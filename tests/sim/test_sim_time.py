@@ -629,7 +629,7 @@ def test_the_generic_reduce_scatter_moves_a_chunk_from_each_peer(rows: int) -> N
 
 @needs_interpreter
 def test_virtual_gpus_launch_collectives_as_gpus_do() -> None:
-    """Their tensors are on a CPU, but the grid is that of the chip: a program for a KiB of words."""
+    """Their tensors are on a CPU, but the grid is that of the chip: a program for each KiB."""
 
     def body(rank: int) -> None:
         weft.collectives.all_reduce(torch.zeros(32, 2048, dtype=torch.bfloat16))
