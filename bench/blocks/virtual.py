@@ -9,6 +9,8 @@ import torch
 import weft
 from weft import settings
 from weft.collectives import chunk_sizes
+from weft.collectives.prices.hardware import named
+from weft.kernels.engine.chips import known, scatters_in_one_shot
 
 if TYPE_CHECKING:
     from weft.sim import Hardware, Timeline
@@ -33,7 +35,8 @@ def timeline_of(
     op: str, M: int, N: int, K: int, ranks: int, hardware: Hardware | str, engine: settings.Engine
 ) -> Timeline:
     """The timeline of one `call`. Where ranks have equal rows one rank's kernels stand for all, but
-    for a sum that all keep: tiles of other owners are added up by other programs there.
+    for a sum that all keep, or that is scattered in one shot: tiles of other owners are added up by
+    other programs there.
     """
     from weft import sim
 
@@ -41,9 +44,13 @@ def timeline_of(
         with settings.engine(engine):
             call(op, M, N, K, rank, ranks)
 
+    dealt = op == "matmul_all_reduce"
+    if op == "matmul_reduce_scatter":
+        chip = known((named(hardware) if isinstance(hardware, str) else hardware).chip)
+        dealt = scatters_in_one_shot(chip, -(-M // ranks), N, torch.bfloat16, ranks, None)
     results = sim.run(
         ranks, body, hardware=hardware, numerics=False, timeout=24 * 3600,
-        symmetric=M % ranks == 0 and (op, engine) != ("matmul_all_reduce", "triton"),
+        symmetric=M % ranks == 0 and not (dealt and engine == "triton"),
     )  # fmt: skip
     assert results.timeline is not None  # hardware was given
     return results.timeline
