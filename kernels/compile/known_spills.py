@@ -12,7 +12,7 @@ _BYTES = {
     ("sm_90", "dispatch_kernel", "experts, kept"): 80,  # by 3.9; 16 and 32 by the others
     ("sm_80", "_head_attention_backward_kernel", "attention by heads, D 256"): 16,
     # Addresses of results. Made anew after the loop, from numbers of the tile that the compiler
-    # cannot know, they spill 0, 0 and 32, and a step is scheduled in up to 3 % more cycles.
+    # cannot know, they spill 0, 0 and 32, and a step is scheduled in up to 7 % more cycles.
     ("sm_90", "_head_attention_kernel", "attention by heads, D 256"): 24,
     ("sm_90", "_head_attention_kernel", "attention by heads, window"): 32,
     ("sm_90", "_head_attention_kernel", "attention by heads, D 64, packed"): 40,
