@@ -229,13 +229,15 @@ def layout_of(
     mesh: DeviceMesh, placements: Placements, shape: Shape, stride: Shape, dtype: torch.dtype
 ) -> Layout:
     """The one `Layout` of these values. `placements` are normalized: see `normalize`."""
-    key = (mesh, placements, shape, stride, dtype)
+    # Meshes of the same ranks are equal, also where one's process groups have been destroyed.
+    groups = getattr(mesh, "_dim_group_names", ())
+    key = (mesh, placements, shape, stride, dtype, *groups)
     try:
         layout = _layouts.get(key)
     except TypeError:
         return layout_in_graph(mesh, placements, shape, stride, dtype)
     if layout is None:
-        layout = _layouts[key] = Layout(*key)
+        layout = _layouts[key] = Layout(mesh, placements, shape, stride, dtype)
     return layout
 
 

@@ -227,6 +227,24 @@ def test_to_a_mesh_of_other_ranks() -> None:
         assert torch.equal(total.full_tensor(), torch.full((4, 3), 10.0))
 
 
+@pytest.mark.ranks(2)
+def test_a_mesh_that_is_made_again_has_its_own_group() -> None:
+    """Also while tensors of the old mesh, whose group is destroyed, are alive."""
+    whole, kept = torch.arange(12.0).view(3, 4), []
+    meshes: list[DeviceMesh] = []
+    for _ in range(2):
+        group: Any = torch.distributed.new_group([0, 1])
+        meshes.append(DeviceMesh.from_group(group, "cpu"))
+        x = distribute_tensor(whole, meshes[-1], [Shard(0)])
+        kept.append(x)
+        assert torch.equal(x.redistribute(placements=[Shard(1)]).full_tensor(), whole)
+        assert torch.equal((x @ x.t()).full_tensor(), whole @ whole.t())
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group(group)
+    assert meshes[0] == meshes[1]
+    assert torch.equal((kept[0] + kept[1]).to_local(), 2 * kept[0].to_local())
+
+
 def sample_of_pairs(sizes: tuple[int, ...], count: int, seed: int) -> None:
     mesh = init_device_mesh("cpu", sizes)
     chosen = random.Random(seed)
