@@ -52,7 +52,7 @@ from weft.dtensor.tensor import (
     wrap,
     wrap_pending,
 )
-from weft.dtensor.tracing.grad_recording import apply, is_nothing, needs_grad
+from weft.dtensor.tracing.grad_recording import apply, is_nothing, needs_grad, no_function
 from weft.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 
 _pending: weakref.WeakSet[PendingProduct] = weakref.WeakSet()
@@ -115,7 +115,8 @@ class PendingProduct:
         # Of its own, as torch.utils.swap_tensors gives operands those of other tensors.
         given = [t for t in operands if t is not None]
         self.locals, self.layouts = [t._local_tensor for t in given], [t._layout for t in given]
-        self.versions = [local._version for local in self.locals]
+        self.counted = [*self.locals, *_bases_of(given)]
+        self.versions = [local._version for local in self.counted]
         self.result: torch.Tensor | None = None
         self.result_version = 0
         self.settled = False
@@ -128,7 +129,7 @@ class PendingProduct:
         return own is not None and own.isdisjoint(storages)
 
     def _unchanged(self) -> bool:
-        return all(t._version == v for t, v in zip(self.locals, self.versions, strict=True))
+        return all(t._version == v for t, v in zip(self.counted, self.versions, strict=True))
 
     def value(self) -> torch.Tensor:
         """This rank's term of the sum; one rank of each mesh dim that is summed adds the bias."""
@@ -192,6 +193,13 @@ class PendingProduct:
         if bias is not None and any(isinstance(p, Partial) for p in bias._layout.placements):
             return "its summand is a sum itself"
         return "it was detached" if tensor.requires_grad and tensor.grad_fn is None else ""
+
+
+def _bases_of(tensors: Sequence[DTensor]) -> list[torch.Tensor]:
+    """The local tensors of what these are views of: local views have versions of their own."""
+    with no_function():
+        bases = [t._base for t in tensors if t._is_view()]
+    return [b._local for b in bases if isinstance(b, DTensor) and b._local is not None]
 
 
 def _without_sums(layout: Layout) -> Layout:

@@ -463,6 +463,11 @@ def test_pending() -> None:
     x._local_tensor.zero_()
     with pytest.raises(RuntimeError, match="modified in place"):
         y.full_tensor()
+    rows = distribute_tensor(ww.t().contiguous(), mesh, [Shard(0)])  # of which a view is multiplied
+    y = x @ rows
+    rows.to_local().zero_()
+    with pytest.raises(RuntimeError, match="modified in place"):
+        y.full_tensor()
     # A hook on the result sees its gradient: not fused.
     y, seen = functional.linear(*operands()), []
     y.register_hook(lambda g: seen.append(g.shape))
