@@ -321,6 +321,16 @@ class DTensor(torch.Tensor):
         return items.write_items(self, fqn)
 
     def __create_chunk_list__(self) -> list[Any]:
+        # Of loads alone, and on every rank: what follows is a write that autograd does not see.
+        if hasattr(self._pending, "store"):
+            raise NotImplementedError(
+                "a view that is a copy of what other ranks hold cannot be loaded: load its base"
+            )
+        for hook in before_write:
+            hook([self])
+        if not self.is_inference():
+            with no_function():
+                torch._C._increment_version((self,))
         return items.chunks(self)
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:

@@ -132,6 +132,39 @@ def test_asynchronous_saves_one_after_another(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("loader", ["ours", "torch's"])
+def test_a_load_is_a_write(tmp_path: Path, loader: str) -> None:
+    """Products of the old weights, copies of them, and gradients that need them."""
+
+    def loads(state: dict[str, Any]) -> None:
+        load(state, tmp_path) if loader == "ours" else dcp.load(state, checkpoint_id=tmp_path)
+
+    mesh = mesh_of(2)
+    save({"w": distribute_tensor(2 * WHOLE, mesh, [Shard(0)])}, tmp_path)
+    w = torch.nn.Parameter(distribute_tensor(WHOLE, mesh, [Shard(0)]))
+    x = distribute_tensor(torch.ones(3, 7), mesh, [Shard(1)])
+    product, copied, squares = x @ w, w[:2], (w * w).sum()
+    turned = torch.nn.functional.linear(x, w.t())
+    assert torch.equal(copied.full_tensor(), WHOLE[:2])
+    loads({"w": w.detach()})
+    assert torch.equal(w.full_tensor(), 2 * WHOLE)
+    assert torch.equal(copied.full_tensor(), 2 * WHOLE[:2])
+    assert torch.equal(product.full_tensor(), torch.ones(3, 7) @ WHOLE)
+    assert torch.equal(turned.full_tensor(), torch.ones(3, 7) @ WHOLE)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squares.backward()
+    with torch.inference_mode():
+        made = distribute_tensor(WHOLE, mesh, [Shard(0)])
+        copied = made[:2]
+        assert torch.equal(copied.full_tensor(), WHOLE[:2])
+        loads({"w": made})
+        assert torch.equal(copied.full_tensor(), 2 * WHOLE[:2])
+    whole = distribute_tensor(torch.cat([WHOLE, WHOLE]), mesh, [Shard(0)])
+    with pytest.raises(dcp.api.CheckpointException, match="cannot be loaded: load its base"):
+        loads({"w": whole[:7]})
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("moment", ["data", "metadata"])
 def test_a_save_that_is_killed_harms_nothing(tmp_path: Path, moment: str) -> None:
     """The second save fails at a moment: data half written, or metadata written aside."""
