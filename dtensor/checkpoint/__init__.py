@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import (
@@ -81,10 +82,11 @@ def save(state_dict: Mapping[str, Any], checkpoint_id: str | os.PathLike[str]) -
 
     Args:
         state_dict: nested DTensors, tensors (the first rank's are stored) and values that pickle
-            takes.
+            takes. DTensors in lists and dicts, not in tuples or other values.
         checkpoint_id: the folder (torch's name for it).
 
     Raises:
+        ValueError: a DTensor is in a tuple or set, before anything is written.
         CheckpointException: torch's, no `Exception`: a DTensor is Partial, or cannot be written.
             For lack of room it tells how many bytes are wanted and free. What was written is
             deleted, and the checkpoint that was in the folder is as it was.
@@ -121,10 +123,30 @@ def async_save(
 
 
 def _plain_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    return {
+    """The state dict with those of what is `Stateful`.
+
+    Raises:
+        ValueError: a DTensor is where torch stores a value as a whole, as the first rank has it.
+    """
+    plain = {
         name: value.state_dict() if isinstance(value, Stateful) else value
         for name, value in state_dict.items()
     }
+    for name, value in flatten_state_dict(plain)[0].items():
+        if not isinstance(value, torch.Tensor) and _holds_shards(value):
+            raise ValueError(
+                f"{name} is a {type(value).__name__} that holds a DTensor: it would be stored as "
+                f"one value, with the first rank's shard for all. Put DTensors in lists and dicts"
+            )
+    return plain
+
+
+def _holds_shards(value: Any) -> bool:
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return any(map(_holds_shards, value))
+    if isinstance(value, Mapping):
+        return any(map(_holds_shards, value.values()))
+    return hasattr(value, "__create_write_items__")  # ours and torch's
 
 
 def _next_steps(op: str) -> Steps:
@@ -178,16 +200,17 @@ def load(
             run what code they like: for checkpoints whose writer is trusted.
 
     Raises:
+        ValueError: a DTensor is in a tuple or set.
         CheckpointError: a file is missing, too short or not what was written, or names classes that
             could run code; on every rank, naming the file and the tensors.
         CheckpointException: torch's, no `Exception`: the checkpoint lacks an entry, or has a tensor
             of another shape; it names it for each rank.
         PeerTimeout: ranks have died, or did not come to the load within WEFT_TIMEOUT_S.
     """
-    steps = _next_steps("load of a checkpoint")
+    into, steps = _plain_state(state_dict), _next_steps("load of a checkpoint")
     Stored(checkpoint_id).check(read=False)
     planner = _PlainPlanner() if weights_only else DefaultLoadPlanner()
-    reader, first, into = _CheckedReader(checkpoint_id), steps.rank == 0, _plain_state(state_dict)
+    reader, first = _CheckedReader(checkpoint_id), steps.rank == 0
 
     def planned() -> LoadPlan:
         metadata = reader.read_metadata()

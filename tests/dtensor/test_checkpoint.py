@@ -165,6 +165,17 @@ def test_a_load_is_a_write(tmp_path: Path, loader: str) -> None:
 
 
 @pytest.mark.ranks(2)
+def test_shards_in_tuples_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    w = distribute_tensor(WHOLE, mesh_of(2), [Shard(0)])
+    for held in ((w, 1), [(w,)], {"inner": {"at": (1, [w])}}):
+        for call in (save, async_save, load):
+            with pytest.raises(ValueError, match=r"x.* holds a DTensor: .* in lists and dicts"):
+                call({"x": held}, tmp_path)
+    assert not list(tmp_path.iterdir())
+    save({"x": [[w], {"betas": (0.9, 0.95)}, (1, torch.ones(2))]}, tmp_path)
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("moment", ["data", "metadata"])
 def test_a_save_that_is_killed_harms_nothing(tmp_path: Path, moment: str) -> None:
     """The second save fails at a moment: data half written, or metadata written aside."""
