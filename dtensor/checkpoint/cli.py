@@ -172,6 +172,9 @@ def _reshard(stored: Stored, args: argparse.Namespace) -> None:
         if not equals:
             raise ValueError(f"--layout {given!r} is not like PATTERN=LAYOUT")
         layouts.append((pattern, layout))
+        if not fnmatch.filter(stored.tensors, pattern):
+            told = f"weft checkpoint: --layout {given!r} matches no tensor (info lists their names)"
+            print(printable(told), file=sys.stderr)
 
     def placements_of(entry: Entry) -> Placements:
         for pattern, layout in layouts:

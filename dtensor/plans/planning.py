@@ -388,10 +388,17 @@ def bytes_of(memory: float | str | None) -> float | None:
     """80e9 of "80GB"; units are those of 1000 (GB) and of 1024 (GiB).
 
     Raises:
-        ValueError: neither a number nor one with a unit.
+        ValueError: neither a number nor one with a unit, or none above 0.
     """
-    if not isinstance(memory, str):
-        return memory
+    if memory is None:
+        return None
+    found = _number_of_bytes(memory) if isinstance(memory, str) else memory
+    if not found > 0:
+        raise ValueError(f"memory must be above 0, got {memory!r}; leave it out for any")
+    return found
+
+
+def _number_of_bytes(memory: str) -> float:
     text = memory.strip().lower().removesuffix("b")
     binary = text.endswith("i")
     text = text.removesuffix("i")

@@ -313,7 +313,10 @@ def test_reshard(folder: Path, tmp_path: Path, capsys: Any) -> None:
         assert torch.equal(parts[rank]["model.half"], WHOLE.bfloat16()[:, columns])
     assert parts[3]["model.plain"].tolist() == [2] and parts[2]["model.plain"].tolist() == [0, 1]
     assert main(command) == 2
-    assert "exists: name a new folder" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "exists: name a new folder" in told and "matches no tensor" not in told
+    assert main([*command[:3], str(tmp_path / "z"), "--mesh", "2", "--layout", "w=[S0]"]) == 0
+    assert "--layout 'w=[S0]' matches no tensor" in capsys.readouterr().err
     assert main([*command[:3], str(tmp_path / "pt"), "--mesh", "2", "--format", "pt"]) == 0
     second = torch.load(tmp_path / "pt" / "rank-00001-of-00002.pt", weights_only=True)
     assert torch.equal(second["model.w"], WHOLE[4:])

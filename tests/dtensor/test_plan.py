@@ -169,6 +169,9 @@ def test_units_of_memory() -> None:
     assert planning.bytes_of(None) is None and planning.bytes_of(5.0) == 5
     with pytest.raises(ValueError, match=r'memory is in bytes, or as "80GB"'):
         planning.bytes_of("a lot")
+    for none in ("0GB", "-1GB", "nan", 0.0):
+        with pytest.raises(ValueError, match="memory must be above 0, got"):
+            planning.bytes_of(none)
 
 
 def test_misuse() -> None:
