@@ -72,7 +72,7 @@ class _Begun(NamedTuple):
     call: Call
     rank: int
     site: int
-    count: int = 1
+    begun: int = 1
 
 
 class VirtualCalls(Calls):
@@ -240,10 +240,10 @@ class Team(Members):
                 text += f"\n  rank {each.rank} calls {each.call.text.decode()}"
                 text += f"\n    at {scheduler.sites.text(each.site)}"
             raise scheduler.stop(DifferentCallsError(text))
-        if first.count + 1 == len(self.ranks):
-            del self._begun[position]
+        if first.begun + 1 == len(self.ranks):
+            self._begun.pop(position, None)  # a rank by itself has none
         else:
-            self._begun[position] = first._replace(count=first.count + 1)
+            self._begun[position] = first._replace(begun=first.begun + 1)
 
     @property
     def chip(self) -> str:
