@@ -29,7 +29,7 @@ from weft.kernels.experts.combine import grouped_matmul_combine
 from weft.kernels.experts.dispatch import dispatch_grouped_matmul
 from weft.kernels.experts.routing import check_sets, check_weights, share
 from weft.kernels.layers.expert_weights import ROLES, ExpertLayout, Experts, found, weights_layout
-from weft.kernels.layers.module import ParallelModule
+from weft.kernels.layers.module import ParallelModule, cut_like, whole_again
 from weft.kernels.layers.split import Split
 
 if TYPE_CHECKING:
@@ -269,14 +269,19 @@ class ExpertParallelMLP(ParallelModule):
         """Draw the parameters anew, as the constructor does, with the same seed on every rank."""
         sizes, like = (self.hidden_size, self.intermediate_size), self.up_proj
         with torch.no_grad():
+            # Of what FSDP2 has cut once more, experts cannot be written to one by one.
+            parts = {role: whole_again(getattr(self, role)) for role in self.layout.roles}
             for expert in range(self.num_experts):
                 for role in self.layout.roles:
                     of_role = sizes[::-1] if role == "down_proj" else sizes
                     # One at a time: those of all experts need not fit into memory.
                     drawn = nn.Linear(*of_role, False, like.device, like.dtype).weight
                     if expert in self.own_experts:
-                        mine = getattr(self, role)[expert - self.own_experts.start]
+                        mine = parts[role][expert - self.own_experts.start]
                         mine.copy_(self._features(role, drawn))
+            for role, part in parts.items():
+                if (held := getattr(self, role)) is not part:
+                    held.copy_(cut_like(held, part))
 
     def _features(self, role: str, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of the features of one expert, or of several."""
@@ -311,7 +316,7 @@ class ExpertParallelMLP(ParallelModule):
         shapes = layout.shape(role, (E, *whole)), layout.shape(role, (count, *part))
         values = []
         for key in layout.keys(self.own_experts, role):
-            value = stored[key]
+            value = whole_again(stored[key])
             if tuple(value.shape) not in shapes:
                 raise ValueError(
                     f"{key} must be whole, {shapes[0]}, or the part of rank {rank}, {shapes[1]}, "

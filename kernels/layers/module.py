@@ -40,6 +40,22 @@ def chosen_dim(module: nn.Module, sequence_dim: int | None) -> int | None:
     )
 
 
+def whole_again(part: torch.Tensor) -> torch.Tensor:
+    """`part`, if it is a DTensor all of it: FSDP2 cuts a rank's part once more. Collective then."""
+    whole: torch.Tensor = part.full_tensor() if hasattr(part, "full_tensor") else part
+    return whole
+
+
+def cut_like(held: torch.Tensor | None, part: torch.Tensor) -> torch.Tensor:
+    """`part`, which every rank has that shares the parameter `held`, cut as that is by FSDP2."""
+    if not hasattr(held, "full_tensor"):
+        return part
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(held, DTensor)
+    return distribute_tensor(part, held.device_mesh, held.placements, src_data_rank=None)
+
+
 class ParallelModule(nn.Module):
     """Parameters cut along one dim over the ranks of a group, saved and loaded whole.
 
@@ -78,7 +94,8 @@ class ParallelModule(nn.Module):
         """Draw the parameters anew, as the constructor does, with the same seed on every rank."""
         with torch.no_grad():
             for name, value in self.drawn().named_parameters():
-                getattr(self, name).copy_(self.part(name, value))
+                mine = getattr(self, name)
+                mine.copy_(cut_like(mine, self.part(name, value)))
 
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the parameters of the whole module."""
@@ -115,15 +132,17 @@ class ParallelModule(nn.Module):
                     f"prune.remove, ..), or use DTensors with a plan, which take them"
                 )
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name in self.cut:
+        for name in self._parameters:
             part = destination.get(prefix + name)
             if part is None:
                 continue
-            if part.is_meta:
-                whole = part.new_empty(self.whole_shapes()[name])
-            else:
-                whole = self.whole(name, part)
-            destination[prefix + name] = whole
+            if not part.is_meta:
+                part = whole_again(part)
+                part = self.whole(name, part) if name in self.cut else part
+            elif name in self.cut:
+                shape = self.whole_shapes()[name]
+                part = torch.empty(shape, dtype=part.dtype, device="meta")
+            destination[prefix + name] = part
 
     def _load_from_state_dict(
         self,
@@ -139,6 +158,7 @@ class ParallelModule(nn.Module):
         for name in self.whole_shapes():
             if (stored := state_dict.get(prefix + name)) is None:
                 continue
+            stored = whole_again(stored)
             try:
                 mine = self.loaded(name, stored)
             except ValueError as error:
@@ -146,7 +166,7 @@ class ParallelModule(nn.Module):
                 continue
             if mine is not stored and local_metadata.get("assign_to_params_buffers"):
                 mine = mine.clone(memory_format=torch.contiguous_format)  # no view of the whole
-            state_dict[prefix + name] = mine
+            state_dict[prefix + name] = cut_like(getattr(self, name), mine)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
