@@ -155,15 +155,17 @@ def all_gather_matmul(
             "gather_dim of fp8 operands must not be the contraction, along which each shard would "
             "have scales of its own"
         )
+    dtype = scaling.out_dtype if scaling else x.dtype
+    if not contracted:  # before ranks tell each other anything
+        check_operands(x, x.shape[-1], weights, biases, dtype)
     mine = sum(weight.shape[-1] for weight in weights)
     lengths, widest = known_parts(x, group, gather_dim, sizes, mine, "all_gather_matmul")
     given = [*weights, *biases, *(scaling.tensors if scaling else ())]
-    dtype = scaling.out_dtype if scaling else x.dtype
     key = gather_dim, *lengths, widest, dtype, len(weights)
 
     def planned() -> GatherPlan:
-        K = sum(lengths) if contracted else x.shape[-1]
-        check_operands(x, K, weights, biases, dtype)
+        if contracted:
+            check_operands(x, sum(lengths), weights, biases, dtype)
         return _gather_plan(x, weights, group, gather_dim, lengths, widest)
 
     plan = fused_plan(OP.name, group, key, (x, *given), planned)

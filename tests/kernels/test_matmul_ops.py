@@ -408,3 +408,17 @@ def test_gradients_of_complex_numbers(engine: str) -> None:
 @pytest.mark.parametrize("kind", ["gather", "scatter", "reduce"])
 def test_many_random_shapes(ranks: Any, kind: str, W: int, engine: str) -> None:
     on_random_shapes(ranks, kind, W, engine, 100 if engine == "triton" else 300, timeout_s=900)
+
+
+@pytest.mark.ranks(2)
+def test_what_one_rank_passes_wrong_is_refused_before_it_tells_others_anything() -> None:
+    x, w = torch.ones(2, 3), torch.ones(3, 4)
+    for engine in ("host", "generic"):
+        with weft.engine(engine):
+            if dist.get_rank() == 1:
+                for wrong in (w.t(), w.double(), w[0]):
+                    with pytest.raises(ValueError, match="w must be"):
+                        weft.all_gather_matmul(x, wrong)
+                    with pytest.raises(ValueError, match="w must be"):
+                        weft.matmul_reduce_scatter(x, wrong)
+            torch.testing.assert_close(weft.all_gather_matmul(x, w), torch.full((4, 4), 3.0))
