@@ -345,8 +345,8 @@ IN_KERNELS = [
     fault(
         "a tile is sent as the one after it",
         turns,
-        "    owner, tile = _numbered(call, item)\n    if V.senders",
-        "    owner, tile = _numbered(call, item + 1)\n    if V.senders",
+        "    owner, tile = _numbered(call, item, V)\n    if V.senders",
+        "    owner, tile = _numbered(call, item + 1, V)\n    if V.senders",
         SCATTERS,
         (RACE, BOUNDS, AssertionError),
     ),

@@ -66,9 +66,9 @@ def _turned(word: int, by: int, ranks: int) -> int:
 
 def complete(trace: Trace, pads: Pads) -> None:
     """Fill in what the ranks above 0 launch, which does not have its programs yet."""
-    first = _launches(trace, 0)
+    first = _launched_on(trace, 0)
     for rank in range(1, len(trace.streams)):
-        launches = _launches(trace, rank)
+        launches = _launched_on(trace, rank)
         if (names := [*map(_name, launches)]) != [*map(_name, first)]:
             raise ValueError(
                 f"symmetric=True needs ranks that launch the same kernels, but rank 0 launches "
@@ -83,7 +83,7 @@ def complete(trace: Trace, pads: Pads) -> None:
                 launch.matmul = model.matmul
 
 
-def _launches(trace: Trace, rank: int) -> list[KernelLaunch | HostOp]:
+def _launched_on(trace: Trace, rank: int) -> list[KernelLaunch | HostOp]:
     return [e for e in trace.events(rank) if isinstance(e, KernelLaunch | HostOp)]
 
 
