@@ -41,33 +41,30 @@ def features(tp: DeviceMesh) -> nn.Module:
 
 
 @pytest.mark.ranks(4)
-def test_saved_loaded_and_drawn() -> None:
+@pytest.mark.parametrize("make", [column, row, experts, features])
+def test_saved_loaded_and_drawn(make: Callable[[DeviceMesh], nn.Module]) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    makes: tuple[Callable[[DeviceMesh], nn.Module], ...] = (
-        column, row, experts, features,
-    )  # fmt: skip
-    for make in makes:
-        torch.manual_seed(1)
-        whole = make(mesh["tp"]).state_dict()
-        with torch.device("meta"):
-            layer = make(mesh["tp"])
-        model = nn.Sequential(layer)
-        fully_shard(model, mesh=mesh["dp"])
-        assert {k: v.shape for k, v in layer.state_dict().items()} == {
-            k: v.shape for k, v in whole.items()
-        }
-        model.to_empty(device="cpu")
-        torch.manual_seed(1)
-        layer.reset_parameters()
-        same(layer.state_dict(), whole)
+    torch.manual_seed(1)
+    whole = make(mesh["tp"]).state_dict()
+    with torch.device("meta"):
+        layer = make(mesh["tp"])
+    model = nn.Sequential(layer)
+    fully_shard(model, mesh=mesh["dp"])
+    assert {k: v.shape for k, v in layer.state_dict().items()} == {
+        k: v.shape for k, v in whole.items()
+    }
+    model.to_empty(device="cpu")
+    torch.manual_seed(1)
+    layer.reset_parameters()
+    same(layer.state_dict(), whole)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    for factor, assign in (2, False), (3, True):
+        changed = {name: value * factor for name, value in whole.items()}
+        layer.load_state_dict(changed, assign=assign)
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-        for factor, assign in (2, False), (3, True):
-            changed = {name: value * factor for name, value in whole.items()}
-            layer.load_state_dict(changed, assign=assign)
-            assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-            same(layer.state_dict(), changed)
-        if make in (column, row):  # torch takes names of parameters only
-            options = StateDictOptions(full_state_dict=True)
-            named = {f"0.{name}": value for name, value in whole.items()}
-            set_model_state_dict(model, dict(named), options=options)
-            same(get_model_state_dict(model, options=options), named)
+        same(layer.state_dict(), changed)
+    if make in (column, row):  # torch takes names of parameters only
+        options = StateDictOptions(full_state_dict=True)
+        named = {f"0.{name}": value for name, value in whole.items()}
+        set_model_state_dict(model, dict(named), options=options)
+        same(get_model_state_dict(model, options=options), named)
