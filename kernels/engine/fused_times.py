@@ -65,9 +65,9 @@ class _Transport:
 _WAYS = {
     "copy programs": _Transport(0.38, 0.33, 0.0, 7.1),
     "copy engines": _Transport(0.12, 0.0, 0.98, 4.8),  # the first copies
-    "chunks": _Transport(0.2, 0.0, 0.67, 7.2),  # a tile of each program, which take turns
-    "one shot": _Transport(1.25, 0.0, 0.0, 1.6),
-    "two shots": _Transport(1.08, 0.05, 0.0, 3.0),  # all ranks played
+    "chunks": _Transport(0.21, 0.02, 0.51, 7.1),  # a tile of each program, which take turns
+    "one shot": _Transport(1.3, 0.0, 0.0, 1.6),  # all ranks played
+    "two shots": _Transport(1.08, 0.05, 0.0, 3.0),  # likewise
     "by the switch": _Transport(1.08, 0.05, 0.0, 3.0),  # as two shots: virtual time has no switch
 }
 
