@@ -367,12 +367,13 @@ def straight_cases() -> Iterator[tuple[str, str]]:
         yield "what these return", "" if layout(made_of[0]) == layout(made_of[1]) else "differs"
         yield "what they are given", difference(again, anew, old)
     with measure.prepared(CALLS["all_reduce"]), patch.object(Straight, "make", seen):
-        x, y, both = (torch.zeros(n << 12, dtype=torch.bfloat16) for n in (1, 1, 2))
+        # As large as the call that is prepared, for which there is memory.
+        x, y, both = (torch.zeros(n << 15, dtype=torch.bfloat16) for n in (1, 1, 2))
         into = partial(weft.collectives.all_reduce, x, out=y)
         yield "into a tensor", way(into, "straight straight", 4)
         before, told = y._version, way(into, "straight")
         yield "which autograd sees", told or ("" if y._version == before + 1 else "not written to")
-        parts = both[: 1 << 12], both[64 : 64 + (1 << 12)]
+        parts = both[: 1 << 15], both[64 : 64 + (1 << 15)]
         yield (
             "overlapping memory",
             way(partial(weft.collectives.all_reduce, parts[0], out=parts[1])),
