@@ -4,12 +4,11 @@ What rank 0's program p does to rank s, program p of rank r does to rank (r + s)
 of rank r is that of rank 0 with every owner, and every source rank of a signal word, advanced by r:
 W ranks for the price of one.
 
-Ops of torch are those of rank 0, too: what kernels would have told the others, as how many rows
-came for an expert, they have not been told. This holds for calls whose ranks have equal shares. A
-program that waits for a word of a peer's
-kernel, which does not run, finds the first change of that word since the last it saw. Kernels that
-number their tiles through all ranks deal them to other programs on rank r than here, which differ
-by at most one tile.
+Ops of torch are those of rank 0, too: the others have not been told what kernels would have told
+them, as how many rows came for an expert. This holds for calls whose ranks have equal shares. A
+program that waits for a word of a peer's kernel, which does not run, finds the first change of that
+word since the last it saw. Kernels that number their tiles through all ranks deal them to other
+programs on rank r than here, which differ by at most one tile.
 """
 
 from __future__ import annotations
