@@ -69,13 +69,13 @@ def rounded(x, dtype: tl.constexpr):
     return result
 
 
-# By integers, as chips before sm_89 convert to no such type and the interpreter truncates.
 @triton.jit
 def fp8_scale(largest):
     """What undoes e4m3 of rows whose largest magnitudes these are, as `kernels.engine.fp8`."""
     return tl.maximum(largest, 6.018531076210112e-36) / 448.0
 
 
+# By integers, as chips before sm_89 convert to no such type and the interpreter truncates.
 @triton.jit
 def fp8_bits(x):
     """`x` (fp32, of magnitudes that round to 448 at most) to e4m3, to nearest even: its bits."""
