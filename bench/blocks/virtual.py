@@ -10,7 +10,8 @@ import weft
 from weft import settings
 from weft.collectives import chunk_sizes
 from weft.collectives.prices.hardware import named
-from weft.kernels.engine.chips import known, scatters_in_one_shot
+from weft.kernels.engine import fused_times
+from weft.kernels.engine.chips import known
 
 if TYPE_CHECKING:
     from weft.sim import Hardware, Timeline
@@ -44,10 +45,9 @@ def timeline_of(
         with settings.engine(engine):
             call(op, M, N, K, rank, ranks)
 
-    dealt = op == "matmul_all_reduce"
-    if op == "matmul_reduce_scatter":
-        chip = known((named(hardware) if isinstance(hardware, str) else hardware).chip)
-        dealt = scatters_in_one_shot(chip, -(-M // ranks), N, torch.bfloat16, ranks, None)
+    chip = known((named(hardware) if isinstance(hardware, str) else hardware).chip)
+    way = fused_times.launched_way(op, chip, M, N, K, torch.bfloat16, ranks)
+    dealt = way in ("one shot", "two shots")
     results = sim.run(
         ranks, body, hardware=hardware, numerics=False, timeout=24 * 3600,
         symmetric=M % ranks == 0 and not (dealt and engine == "triton"),

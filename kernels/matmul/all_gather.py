@@ -156,7 +156,9 @@ def all_gather_matmul(
             "have scales of its own"
         )
     dtype = scaling.out_dtype if scaling else x.dtype
-    if not contracted:  # before ranks tell each other anything
+    # Before ranks tell each other anything; where they do not, once, when the call is planned.
+    first = sizes is None and not contracted
+    if first:
         check_operands(x, x.shape[-1], weights, biases, dtype)
     mine = sum(weight.shape[-1] for weight in weights)
     lengths, widest = known_parts(x, group, gather_dim, sizes, mine, "all_gather_matmul")
@@ -164,8 +166,9 @@ def all_gather_matmul(
     key = gather_dim, *lengths, widest, dtype, len(weights)
 
     def planned() -> GatherPlan:
-        if contracted:
-            check_operands(x, sum(lengths), weights, biases, dtype)
+        if not first:
+            K = sum(lengths) if contracted else x.shape[-1]
+            check_operands(x, K, weights, biases, dtype)
         return _gather_plan(x, weights, group, gather_dim, lengths, widest)
 
     plan = fused_plan(OP.name, group, key, (x, *given), planned)
