@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -273,6 +274,30 @@ def gather_tiling_for(
     if world_size == 1:  # where rows are yet to come, a first wave takes the time until then
         tiling = _in_one_wave(tiling, chip, M, N)
     return tiling if pair else _in_long_steps(tiling, dtype)
+
+
+class FetchBlocks(NamedTuple):
+    """How copy programs of a gather move shards: `rows` x `columns` are a block, of which one is
+    moved at a time; `parts`, into how many K is cut; `chunk_rows`, which are announced together.
+    """
+
+    rows: int
+    columns: int
+    parts: int
+    chunk_rows: int
+
+
+def fetch_blocks(
+    M: int, K: int, itemsize: int, world_size: int, tiling: Tiling, programs: int
+) -> FetchBlocks:
+    """Of (M, K), fetched by so many programs beside tiles of `tiling`."""
+    columns = 512 * tiling.num_warps // itemsize
+    # Twice as many rows spill beside 4 warps' tiles, and in fp8, whose bytes take a register each.
+    rows = tiling.num_warps * min(2, itemsize)
+    # Two parts if each is a copy block wide and a shard has two chunks: more or smaller ones cost
+    # more in signals than tiles gain by starting early (docs/scaling.md). Two chunks a program.
+    parts = 2 if min(M - 128 * world_size, K - 2 * columns) >= 0 else 1
+    return FetchBlocks(rows, columns, parts, parts * min(32, max(8, M // (2 * programs))))
 
 
 def chunk_tiling_for(chip: Chip, chunk: int, N: int, dtype: torch.dtype, world_size: int) -> Tiling:

@@ -25,8 +25,10 @@ from weft.kernels.engine import kernel_rates
 from weft.kernels.engine.chips import (
     MOST_SPLIT,
     Chip,
+    FetchBlocks,
     Tiling,
     chunk_tiling_for,
+    fetch_blocks,
     gather_tiling_for,
     gathers_by_copy_engines,
     known,
@@ -172,9 +174,10 @@ def fused_time(
     stored, summed = _moved_alone(op, way, live, rounds, owned, ranks, partial_size, whole_size)
     moves = (rounds * stored + summed) / alone
     if op == "all_gather_matmul":
-        at_once = min(_STREAMS, ranks - 1)
+        at_once, programs = min(_STREAMS, ranks - 1), max(1, hardware.cores // 8)
+        blocks = fetch_blocks(M, K, of.itemsize, ranks, tiling, programs)
         if way == "copy programs":
-            fetch = _fetching(M, K, of.itemsize, ranks, tiling, hardware)
+            fetch = _fetching(M, K, of.itemsize, ranks, blocks, programs)
             at_once = min(ranks - 1, fetch.at_once)
         if hardware.topology == "mesh":  # of whose links those of few peers are busy
             at_once = ranks - 1 if way == "copy engines" else at_once
@@ -182,10 +185,9 @@ def fused_time(
             link = M * K * of.itemsize / ranks * -(-(ranks - 1) // max(at_once, 1)) / peer
             port = at_once * peer
         # Before, programs publish the own shard, each so many rows, block after block.
-        high = tiling.num_warps * min(2, of.itemsize)
-        shard = -(-M // ranks)
+        high, shard = blocks.rows, -(-M // ranks)
         shown = min(shard, high) * -(-shard // (high * hardware.cores)) * K * of.itemsize
-        parts += (shown + high * 512 * tiling.num_warps) / alone
+        parts += (shown + high * blocks.columns * of.itemsize) / alone
         if way == "copy engines":
             fill = _FIRST_COPY * at_once / port
         else:  # One block is loaded while one is stored: two take a load's latency and both.
@@ -251,19 +253,15 @@ class _Fetching(NamedTuple):
 
 
 def _fetching(
-    M: int, K: int, itemsize: int, ranks: int, tiling: Tiling, hardware: Hardware
+    M: int, K: int, itemsize: int, ranks: int, of: FetchBlocks, programs: int
 ) -> _Fetching:
-    """As `weft.kernels.matmul.all_gather_launch` has it."""
-    programs = max(1, hardware.cores // 8)
-    wide, high = 512 * tiling.num_warps // itemsize, tiling.num_warps * min(2, itemsize)
-    parts = 2 if min(M - 128 * ranks, K - 2 * wide) >= 0 else 1
     shard = -(-M // ranks)
-    rows = min(shard, parts * min(32, max(8, M // (2 * programs))))
+    rows = min(shard, of.chunk_rows)
     chunks = max(1, -(-shard // max(rows, 1)))
     return _Fetching(
-        parts * -(-(ranks - 1) * chunks // programs),
-        -(-rows // high) * -(-K // (parts * wide)),
-        min(rows, high) * min(K, wide) * itemsize,
+        of.parts * -(-(ranks - 1) * chunks // programs),
+        -(-rows // of.rows) * -(-K // (of.parts * of.columns)),
+        min(rows, of.rows) * min(K, of.columns) * itemsize,
         max(1, programs // chunks),
     )
 

@@ -34,8 +34,10 @@ from weft.kernels.engine import tuning
 from weft.kernels.engine.chips import (
     INTERPRETER,
     Chip,
+    FetchBlocks,
     Tiling,
     chip_of,
+    fetch_blocks,
     gather_tiling_for,
     gathers_by_copy_engines,
 )
@@ -151,17 +153,13 @@ def _config(
     copy_programs = max(1, chip.cores // 8) if world_size > 1 and not interpreted else 1
     # A table is of whole chips.
     copy_programs = min(choice.copy_programs or copy_programs, max(1, chip.programs // 2))
-    copy_n = 32 if interpreted else 512 * tiling.num_warps // dtype.itemsize
-    # Twice as many rows spill beside 4 warps' tiles, and in fp8, whose bytes take a register each.
-    copy_m = 32 if interpreted else tiling.num_warps * min(2, dtype.itemsize)
-    # Two parts if each is a copy block wide and a shard has two chunks: more or smaller ones cost
-    # more in signals than tiles gain by starting early (docs/scaling.md). Two chunks a program.
-    least_m, least_k = (0, 33) if interpreted else (128 * world_size, 2 * copy_n)
-    parts = 2 if min(M - least_m, K - least_k) >= 0 else 1
-    chunk_rows = 16 if interpreted else parts * min(32, max(8, M // (2 * copy_programs)))
+    blocks = fetch_blocks(M, K, dtype.itemsize, world_size, tiling, copy_programs)
+    if interpreted:
+        blocks = FetchBlocks(32, 32, 2 if K > 32 else 1, 16)
     config = AllGatherConfig(
-        tiling, chip.programs, copy_programs, chunk_rows, copy_m, copy_n, descriptors, parts=parts
-    )
+        tiling, chip.programs, copy_programs, blocks.chunk_rows, blocks.rows, blocks.columns,
+        descriptors, parts=blocks.parts,
+    )  # fmt: skip
     # Ranks may differ in the other ways, which signal alike, but must agree on this one: it depends
     # neither on N nor on a tuned choice.
     if gathers_by_copy_engines(M, K, dtype, world_size) and not interpreted:
